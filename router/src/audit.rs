@@ -41,10 +41,16 @@ pub(crate) struct Auditor {
 pub(crate) struct Rechecks {
     pending: mpsc::Receiver<Recheck>,
     /// To be confirmed, in the order of their times. At most one for each source.
-    repeats: VecDeque<Recheck>,
+    repeats: VecDeque<Confirmation>,
     core: Arc<SharedCore>,
     metrics: Arc<Metrics>,
     index: IndexClient,
+}
+
+/// A recheck that the replica which answered it confirms.
+struct Confirmation {
+    recheck: Recheck,
+    replica: Option<Arc<str>>,
 }
 
 impl Auditor {
@@ -109,7 +115,8 @@ impl Rechecks {
     pub(crate) async fn run(mut self, stop: CancellationToken) {
         let mut next: Option<Recheck> = None;
         loop {
-            let times = next.iter().chain(self.repeats.front());
+            let repeat = self.repeats.front().map(|repeat| &repeat.recheck);
+            let times = next.iter().chain(repeat);
             let due = times.map(|recheck| recheck.not_before).min();
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -123,20 +130,22 @@ impl Rechecks {
                 }
                 () = until(due) => {
                     let is_due = |recheck: &mut Recheck| Some(recheck.not_before) == due;
-                    let front = next.take_if(is_due).or_else(|| self.repeats.pop_front());
-                    if let Some(recheck) = front {
-                        self.recheck(&recheck).await;
+                    if let Some(recheck) = next.take_if(is_due) {
+                        let replica = self.index.pick();
+                        self.recheck(&recheck, replica).await;
+                    } else if let Some(Confirmation { recheck, replica }) = self.repeats.pop_front() {
+                        self.recheck(&recheck, replica).await;
                     }
                 }
             }
         }
     }
 
-    async fn recheck(&mut self, recheck: &Recheck) {
+    async fn recheck(&mut self, recheck: &Recheck, replica: Option<Arc<str>>) {
         let Some(query) = self.core.core().hold_query(recheck) else {
             return;
         };
-        let answer = match self.index.hold(&query).await {
+        let answer = match self.index.hold(&query, replica.as_deref()).await {
             Ok(answer) => answer,
             Err(error) => {
                 // Also an indexer of an earlier version.
@@ -149,7 +158,9 @@ impl Rechecks {
         let source = query.source;
         match verdict {
             RecheckVerdict::Cleared | RecheckVerdict::Unproven => {}
-            RecheckVerdict::Repeat(again) => self.repeats.push_back(again),
+            RecheckVerdict::Repeat(recheck) => {
+                self.repeats.push_back(Confirmation { recheck, replica });
+            }
             RecheckVerdict::Strike => {
                 tracing::warn!(%source, "index credits blocks that the engine did not have");
             }

@@ -89,14 +89,23 @@ impl IndexClient {
         }
     }
 
-    /// Queries one block of one source. A replica that does not answer is not held against it: one
-    /// of an earlier version never does.
-    pub(crate) async fn hold(&self, query: &HoldQuery) -> Result<HoldAnswer, IndexError> {
-        let payload = Bytes::from(codec::encode(query)?);
+    /// Any replica; `None` if none is known.
+    pub(crate) fn pick(&self) -> Option<Arc<str>> {
         let now = Instant::now().into_std();
         let [picked, _] = self.indexers().pick_two(now, &mut Rng::new());
-        let subject = match picked {
-            Some(id) => self.subjects.query_at(&id),
+        picked
+    }
+
+    /// Queries one block of one source at a replica, at any without one. A replica that does not
+    /// answer is not held against it: one of an earlier version never does.
+    pub(crate) async fn hold(
+        &self,
+        query: &HoldQuery,
+        replica: Option<&str>,
+    ) -> Result<HoldAnswer, IndexError> {
+        let payload = Bytes::from(codec::encode(query)?);
+        let subject = match replica {
+            Some(id) => self.subjects.query_at(id),
             None => self.subjects.query(),
         };
         let answer = self.plane.request(subject, payload, HOLD_DEADLINE).await?;

@@ -42,8 +42,9 @@ pub const SETTLE: Duration = Duration::from_secs(6);
 /// clock more often.
 pub const REPEAT_AFTER: Duration = Duration::from_millis(1_500);
 
-/// Latest confirmation, as of the first answer: the indexer may be suspended again.
-const REPEAT_WITHIN: Duration = Duration::from_secs(2);
+/// Latest confirmation, as of the first answer. All of that time may be one in which the indexer
+/// was suspended again.
+const REPEAT_WITHIN: Duration = Duration::from_secs(3);
 
 /// A recheck without result expires.
 const ABANDONED: Duration = Duration::from_secs(30);
@@ -315,10 +316,16 @@ fn judge(recheck: &Recheck, answer: &HoldAnswer, now: Instant) -> RecheckVerdict
     }
     let proof_age = Duration::from_millis(answer.proof_age_ms.into());
     let since_report = now.saturating_duration_since(recheck.reported);
+    let repeated = recheck.held_at.map_or(Duration::ZERO, |held_at| {
+        now.saturating_duration_since(held_at)
+    });
     let is_proven = answer.state == SourceState::Exact
         && answer.generation == Some(recheck.generation)
         && answer.engine_seq > Some(recheck.engine_seq)
-        && since_report >= UNSEEN_MAX.saturating_add(proof_age);
+        && since_report
+            >= UNSEEN_MAX
+                .saturating_add(proof_age)
+                .saturating_add(repeated);
     match answer.span {
         HoldSpan::Absent | HoldSpan::Interrupted => RecheckVerdict::Cleared,
         HoldSpan::Held if is_proven => confirmed(recheck, now),

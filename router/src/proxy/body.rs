@@ -52,6 +52,7 @@ const FIRST_RESERVE: usize = 1 << 20;
 #[derive(Clone)]
 pub(crate) struct BodyBudget {
     common: Arc<Semaphore>,
+    common_bytes: usize,
     /// For small bodies while the common part is used up.
     reserve: Arc<Semaphore>,
     body_max: usize,
@@ -66,6 +67,8 @@ pub(crate) struct BodyBudget {
 pub(crate) struct BufferedBody {
     pub bytes: Bytes,
     _share: Arc<BudgetShare>,
+    /// For bytes that were added to the client's.
+    added: Option<Arc<BudgetShare>>,
 }
 
 /// Bytes of the budget, returned when dropped.
@@ -94,9 +97,14 @@ struct BodyPace {
 impl BufferedBody {
     /// A body of this router's own.
     pub(super) fn new(bytes: Vec<u8>, share: BudgetShare) -> Self {
+        Self::of(bytes.into(), share)
+    }
+
+    fn of(bytes: Bytes, share: BudgetShare) -> Self {
         Self {
-            bytes: bytes.into(),
+            bytes,
             _share: Arc::new(share),
+            added: None,
         }
     }
 }
@@ -115,6 +123,7 @@ impl BodyBudget {
         let reserve = (total / RESERVE_DIVISOR).min(spare);
         Self {
             common: Arc::new(Semaphore::new(total - reserve)),
+            common_bytes: total - reserve,
             reserve: Arc::new(Semaphore::new(reserve)),
             body_max: limits.body_bytes,
             held,
@@ -164,8 +173,7 @@ impl BodyBudget {
         self.take(&mut share, first.len())?;
         // The usual case: the whole body comes in one piece, which is used without a copy.
         if length == Some(first.len() as u64) {
-            let (bytes, _share) = (first, Arc::new(share));
-            return Ok(BufferedBody { bytes, _share });
+            return Ok(BufferedBody::of(first, share));
         }
         let mut buffer = BytesMut::with_capacity(claimed.min(FIRST_RESERVE).max(first.len()));
         buffer.extend_from_slice(&first);
@@ -177,8 +185,7 @@ impl BodyBudget {
             self.take(&mut share, piece.len())?;
             buffer.extend_from_slice(&piece);
         }
-        let (bytes, _share) = (buffer.freeze(), Arc::new(share));
-        Ok(BufferedBody { bytes, _share })
+        Ok(BufferedBody::of(buffer.freeze(), share))
     }
 
     async fn next(
@@ -233,9 +240,19 @@ impl BodyBudget {
         Some(share)
     }
 
-    /// More bytes for such work. Returns false if the budget lacks them.
-    pub(super) fn charge_more(&self, share: &mut BudgetShare, bytes: usize) -> bool {
-        self.take(share, bytes).is_ok()
+    /// Bytes for what a request can do without; `None` unless more than half of the budget is free.
+    pub(super) fn charge_spare(&self, bytes: usize) -> Option<BudgetShare> {
+        let is_spare = self.common.available_permits() > self.common_bytes / 2;
+        is_spare.then(|| self.charge(bytes)).flatten()
+    }
+
+    /// Puts other bytes in a body's place, and charges what they are longer.
+    pub(super) fn replace(&self, body: &mut BufferedBody, bytes: Bytes) -> Result<(), ProxyError> {
+        let more = bytes.len().saturating_sub(body.bytes.len());
+        let share = self.charge(more).ok_or(ProxyError::BuffersFull)?;
+        body.added = Some(Arc::new(share));
+        body.bytes = bytes;
+        Ok(())
     }
 
     /// More bytes for a body. Does not wait: two bodies that hold bytes would wait for each other.

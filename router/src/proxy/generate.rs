@@ -56,13 +56,13 @@ pub(super) async fn generate(
     };
     let mut call = Call::new(label, &parts, &app.sinks);
     // Held until the answer begins, and with it the body's share of the budget.
-    let body = match app.read_body(&call, &parts, body).await {
+    let mut body = match app.read_body(&call, &parts, body).await {
         Ok(body) => body,
         Err(error) => return app.refuse(call, &error),
     };
     call.report.step(TraceStep::ReadBody, call.report.started);
     let mut wait = WorkerWait::default();
-    let served = serve(app, &mut call, &mut wait, route, parts, &body).await;
+    let served = serve(app, &mut call, &mut wait, route, parts, &mut body).await;
     call.report.timings.queue = wait.waited;
     match served {
         Ok((answer, readers)) => respond(app, call, answer, readers),
@@ -76,7 +76,7 @@ async fn serve(
     wait: &mut WorkerWait,
     route: openai::PromptRoute,
     parts: Parts,
-    body: &BufferedBody,
+    body: &mut BufferedBody,
 ) -> Result<(EngineAnswer, AnswerReaders), ProxyError> {
     let complete = Instant::now();
     let plan = planned(app, call, wait, route, body).await?;
@@ -92,6 +92,9 @@ async fn serve(
         sample,
         resume,
     } = plan;
+    if let Some(rewritten) = rewritten {
+        app.bodies.replace(body, rewritten)?;
+    }
     call.report.series = Some(series);
     call.report.prompt(&prompt);
     if let Some(sample) = sample {
@@ -110,7 +113,7 @@ async fn serve(
         method: parts.method,
         path: headers::path(&parts.uri),
         headers: call.to_engine(parts.headers),
-        body: rewritten.unwrap_or_else(|| body.bytes.clone()),
+        body: body.bytes.clone(),
     };
     let mut routing = Routing {
         model,

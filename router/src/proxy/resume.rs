@@ -95,16 +95,24 @@ impl ResumableAnswer {
     /// The client's bytes for the engine's.
     pub(super) fn read(&mut self, chunk: &[u8]) -> StreamBytes {
         let read = self.stream.push(chunk);
-        let missing = self.stream.held_bytes().saturating_sub(self.charged);
-        if missing > 0 {
-            let more = missing.max(CHARGE_STEP);
-            if self.charge(more) {
-                self.charged += more;
-            } else {
+        self.account();
+        read
+    }
+
+    /// Charges what the stream keeps, in steps; a stream for which there is no room keeps nothing.
+    fn account(&mut self) {
+        let held = self.stream.held_bytes();
+        if held <= self.charged && self.charged <= held + 2 * CHARGE_STEP {
+            return;
+        }
+        self.share = None;
+        self.charged = held.next_multiple_of(CHARGE_STEP);
+        if held > 0 {
+            self.share = self.app.bodies.charge_spare(self.charged);
+            if self.share.is_none() {
                 self.stream.give_up();
             }
         }
-        read
     }
 
     /// Bytes behind the last whole event.
@@ -114,16 +122,6 @@ impl ResumableAnswer {
 
     pub(super) fn has_ended(&self) -> bool {
         self.stream.has_ended()
-    }
-
-    fn charge(&mut self, bytes: usize) -> bool {
-        match &mut self.share {
-            Some(share) => self.app.bodies.charge_more(share, bytes),
-            None => {
-                self.share = self.app.bodies.charge(bytes);
-                self.share.is_some()
-            }
-        }
     }
 
     /// The request for the rest, if there may be one.
@@ -167,7 +165,8 @@ impl ResumableAnswer {
             headers: self.headers.clone(),
             body: body.bytes.clone(),
         };
-        let mut wait = WorkerWait::default();
+        // The worker that died is excluded, even if it is back.
+        let mut wait = WorkerWait::refused();
         let mut answer = app.forward(call, &request, &mut routing, &mut wait).await?;
         let head = &answer.head.response;
         if !is_open_stream(head.status(), head.headers()) {

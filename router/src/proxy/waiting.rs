@@ -27,6 +27,7 @@ pub(crate) struct HeldRequests {
 #[derive(Default)]
 pub(super) struct WorkerWait {
     begun: Option<BegunWait>,
+    is_refused: bool,
     /// Time spent waiting so far.
     pub waited: Duration,
 }
@@ -48,12 +49,23 @@ impl HeldRequests {
 }
 
 impl WorkerWait {
+    /// For a request that fails while no worker can serve it.
+    pub(super) fn refused() -> Self {
+        Self {
+            is_refused: true,
+            ..Self::default()
+        }
+    }
+
     /// Waits until another attempt may succeed. Returns false if `error` is the answer.
     pub(super) async fn before_retry(&mut self, app: &App, error: &ProxyError) -> bool {
         // An engine that has not reported its models may have this one.
         let may_come =
             matches!(error, ProxyError::UnknownModel(_)) && app.fleet.catalog().incomplete;
         if !may_come && *error != ProxyError::NoWorker {
+            return false;
+        }
+        if self.is_refused {
             return false;
         }
         let Some(wait) = &mut self.begun else {

@@ -61,7 +61,10 @@ impl LoadedFleet {
     async fn flood(&self, engine: usize) -> Vec<Response> {
         let url = self.fleet.engine(engine, "/v1/completions");
         let sent = (0..FOREIGN).map(|number| {
-            let body = body(&format!("Batch {number}: {}", "go on. ".repeat(2000)), 3000);
+            let body = body(
+                &format!("Batch {number}: {}", "go on. ".repeat(2000)),
+                30_000,
+            );
             self.fleet.http.post(&url).json(&body).send()
         });
         let answers = join_all(sent).await.into_iter().map(Result::unwrap);

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::fleet::traffic::send;
 use crate::fleet::{Engines, Flags, Fleet, Mode, Place, worker_name};
 
-const TOKENS: u64 = 60;
+const TOKENS: u64 = 400;
 
 /// Events before a worker is killed.
 const BEFORE: usize = 10;
@@ -20,7 +20,7 @@ const ENGINES: Engines = Engines {
     count: 3,
     ranks: 1,
     blocks: 400,
-    flags: &["--itl-ms", "15", "--no-prompt-tokens-details"],
+    flags: &["--itl-ms", "8", "--no-prompt-tokens-details"],
 };
 
 /// What a client reads of a stream.

@@ -287,7 +287,11 @@ fn one_answer_that_the_block_was_held_is_no_strike() {
     aged.proof_age_ms = 12_000;
     let verdict = audit.recheck(&again, &aged, again.not_before);
     assert_eq!(verdict, RecheckVerdict::Unproven);
-    let late = again.not_before + Duration::from_millis(501);
+    // It may have been suspended since the first answer.
+    aged.proof_age_ms = 2_001;
+    let verdict = audit.recheck(&again, &aged, again.not_before);
+    assert_eq!(verdict, RecheckVerdict::Unproven);
+    let late = again.not_before + Duration::from_millis(1_501);
     let verdict = audit.recheck(&again, &insists(), late);
     assert_eq!(verdict, RecheckVerdict::Unproven);
     assert_eq!(audit.counts().strikes, 0);

@@ -177,8 +177,11 @@ impl ResumableStream {
             self.progress = StreamProgress::Ended;
         }
         let read = |data| serde_json::from_slice::<ChunkFields<'_>>(data).ok();
-        // Comments and errors have no choices.
+        // Comments have no data, and errors no choices.
         let Some((data, chunk)) = data.and_then(|data| Some((data, read(data)?))) else {
+            if data.is_some() && !self.has_ended() {
+                self.give_up();
+            }
             return out.extend_from_slice(event);
         };
         if let Some(earlier) = self.earlier {
@@ -215,9 +218,10 @@ impl ResumableStream {
             return self.give_up();
         };
         let prompt = chunk.prompt_token_ids.or(choice.prompt_token_ids);
-        if let (None, Some(prompt)) = (self.earlier, token_list(prompt))
+        if let (None, Some(mut prompt)) = (self.earlier, token_list(prompt))
             && self.prompt.is_empty()
         {
+            prompt.shrink_to_fit();
             self.prompt = prompt;
         }
         self.generated.extend_from_slice(&ids);
@@ -252,10 +256,13 @@ impl ResumableStream {
         if let Some(usage) = chunk.get_mut("usage").and_then(Value::as_object_mut) {
             let generated = usage.get("completion_tokens").and_then(Value::as_u64);
             let generated = generated.unwrap_or_default();
-            let (prompt, generated) = (self.prompt.len() as u64, earlier + generated);
+            let (prompt, generated) = (self.prompt.len() as u64, earlier.saturating_add(generated));
             usage.insert("prompt_tokens".to_owned(), json!(prompt));
             usage.insert("completion_tokens".to_owned(), json!(generated));
-            usage.insert("total_tokens".to_owned(), json!(prompt + generated));
+            usage.insert(
+                "total_tokens".to_owned(),
+                json!(prompt.saturating_add(generated)),
+            );
             // What the first engine found cached is not known.
             if let Some(details) = usage.get_mut("prompt_tokens_details") {
                 *details = Value::Null;

@@ -319,3 +319,15 @@ fn an_event_has_a_bound() {
     let mut pushes = (0..17).map(|_| stream.push(&chunk));
     assert!(pushes.any(|pushed| pushed == StreamBytes::TooLarge));
 }
+
+#[test]
+fn a_stream_that_reported_an_error_is_not_resumed() {
+    let mut stream = begun();
+    let error = "data: {\"error\": {\"message\": \"it failed\", \"code\": 500}}\n\n";
+    assert_eq!(pushed(&mut stream, error), error);
+    assert_eq!(request(&mut stream), None);
+    assert_eq!(stream.held_bytes(), 0);
+    let mut stream = begun();
+    pushed(&mut stream, ": a comment\n\n");
+    assert!(request(&mut stream).is_some());
+}
