@@ -74,7 +74,7 @@ async fn served() -> (Running, SocketAddr) {
     (running, address)
 }
 
-/// Without keys a port on the network serves probes and metrics.
+/// Without keys a port on the network serves probes, metrics and digests.
 #[tokio::test]
 async fn every_route_that_shows_the_index_is_protected() {
     let running = Running::start(tests_support::plane());
@@ -85,7 +85,7 @@ async fn every_route_that_shows_the_index_is_protected() {
         .map(|(path, _)| path)
         .collect();
     let probes = ["/health", "/healthz", "/liveness", "/readyz", "/readiness"];
-    assert_eq!(open, [&["/metrics"], &probes[..]].concat());
+    assert_eq!(open, [&["/v1/digest", "/metrics"], &probes[..]].concat());
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let router = routes(&running.handle).guarded(&access);

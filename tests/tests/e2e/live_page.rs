@@ -71,8 +71,9 @@ return texts.map((node) => {
 const REASONS: &str = r"
 const one = (worker, cost, more = {}) => ({
   worker, dp_rank: 0, state: 'exact', rung: 'index', overlap: { gpu: 0, cpu: 0, disk: 0 },
-  reported_blocks: 0, predicted_blocks: 0, active_requests: 1, probability: 0.25,
-  time_ms: { queue: 0, prefill: 1000 * cost, decode: 0 }, cost, ...more,
+  reported_blocks: 0, predicted_blocks: 0, active_requests: 1, foreign_requests: 0,
+  probability: 0.25,
+  time_ms: { queue: 0, foreign: 0, prefill: 1000 * cost, decode: 0 }, cost, ...more,
 });
 const held = { overlap: { gpu: 30, cpu: 2, disk: 0 } };
 const decide = (policy, ...cheapest) => ({ policy, worker: 'a', dp_rank: 0, cheapest });
