@@ -172,19 +172,16 @@ impl Publisher {
     }
 
     /// All changes are acknowledged.
-    #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
 
-    /// The last record is as of this batch too, if no change waits: it stays so when the next one
-    /// comes.
+    /// The acknowledged record is as of this batch too, if no change waits: it stays so when the next
+    /// one comes.
     pub(super) fn caught_up(&mut self, engine_seq: Option<EngineSeq>) {
-        if !self.is_open() || !self.pending.is_empty() {
-            return;
-        }
-        let last = self.window.back_mut().map(|record| &mut record.point);
-        if let Some(point) = last.or(self.acknowledged.as_mut()) {
+        if self.is_idle()
+            && let Some(point) = &mut self.acknowledged
+        {
             point.engine_seq = engine_seq;
         }
     }

@@ -261,24 +261,6 @@ fn the_sequence_in_heartbeats_never_goes_back() {
     );
 }
 
-#[test]
-fn a_record_is_as_of_later_batches_without_changes() {
-    let mut world = World::started(true);
-    world.acks_wait = true;
-    world.publish(&[store(None, &[1])]);
-    world.publish(&[]);
-    world.publish(&[store(None, &[2])]);
-    let first = world.waiting.remove(0);
-    world.core.acknowledged(world.now, first);
-    world.tick_ms(1_000);
-    let last = world.heartbeats.last().unwrap();
-    assert_eq!(last.engine_seq, Some(EngineSeq(1)));
-    world.acknowledge_all();
-    world.tick_ms(1_000);
-    let last = world.heartbeats.last().unwrap();
-    assert_eq!(last.engine_seq, Some(EngineSeq(2)));
-}
-
 /// A claim that does not say when it was made may be of long ago.
 #[test]
 fn nothing_is_claimed_before_the_log_told_its_time() {
