@@ -155,3 +155,29 @@ async fn a_body_that_becomes_large_moves_to_the_common_part() {
         i64::try_from(SMALL_BYTES_MAX + 1).unwrap()
     );
 }
+
+#[test]
+fn what_can_be_left_out_leaves_half_of_the_budget_free() {
+    let budget = budget(80_000, 1_000);
+    let half = budget.common_bytes / 2;
+    let _bodies = budget.charge(half - 500).unwrap();
+    let spare = budget.charge_spare(500);
+    assert!(spare.is_some());
+    assert!(budget.charge_spare(1).is_none(), "half is in use");
+    drop(spare);
+    assert!(budget.charge_spare(1).is_some());
+}
+
+#[tokio::test]
+async fn a_longer_body_in_place_of_the_clients_is_charged() {
+    let budget = budget(80_000, 1_000);
+    let mut body = budget.read(&length(100), pieces(1, 100)).await.unwrap();
+    budget.replace(&mut body, vec![0; 300].into()).unwrap();
+    assert_eq!((body.bytes.len(), budget.held.get()), (300, 300));
+    let all = budget.common.available_permits();
+    let _others = budget.charge(all - 10).unwrap();
+    let refused = budget.replace(&mut body, vec![0; 80_000].into());
+    assert_eq!(refused, Err(ProxyError::BuffersFull));
+    drop(body);
+    assert_eq!(budget.common.available_permits(), 310);
+}
