@@ -604,11 +604,11 @@ impl SourceCore {
 
     /// Runs after every input: sends due records, and a heartbeat if the claimable states changed.
     fn settle(&mut self, now: Instant) {
-        self.publisher.caught_up(self.engine.last());
         if let Some(id) = self.resets.next_flush(now) {
             self.effects.push_back(Effect::Flush(id));
         }
         let context = self.record_context(now);
+        self.publisher.caught_up(context);
         self.publisher.pump(now, context, &mut self.effects);
         let states = self.heartbeat_states(now);
         if self.sent_states.is_some_and(|sent| sent != states) {

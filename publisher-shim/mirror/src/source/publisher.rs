@@ -172,17 +172,23 @@ impl Publisher {
     }
 
     /// All changes are acknowledged.
+    #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
 
-    /// The acknowledged record is as of this batch too, if no change waits: it stays so when the next
-    /// one comes.
-    pub(super) fn caught_up(&mut self, engine_seq: Option<EngineSeq>) {
-        if self.is_idle()
-            && let Some(point) = &mut self.acknowledged
-        {
-            point.engine_seq = engine_seq;
+    /// The last record is as of this batch too if nothing waits behind it and its states still
+    /// hold. A batch may lower a state without a change, with a block whose parent is unknown.
+    pub(super) fn caught_up(&mut self, context: RecordContext) {
+        if !self.is_open() || !self.pending.is_empty() {
+            return;
+        }
+        let in_window = self.window.back_mut().map(|record| &mut record.point);
+        let last = in_window.or(self.acknowledged.as_mut());
+        for point in last.into_iter().chain(&mut self.last_cut) {
+            if point.states == context.states {
+                point.engine_seq = context.engine_seq;
+            }
         }
     }
 
