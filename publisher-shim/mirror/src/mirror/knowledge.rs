@@ -78,7 +78,8 @@ impl TierLimit {
             }
             Self::Unidentified => {
                 "some stored blocks get no credit: GPU memory did not hold them then, or a hit needs \
-                 more than the events carry"
+                 more than the events carry; if they are chunks of a connector, and no salts, \
+                 multimodal items or adapters are used, set --assume no-extra-keys,no-lora"
             }
             Self::UnnamedLora => "blocks of LoRA adapters get no credit: events do not name them",
             Self::History => "blocks that it held before get no credit",

@@ -13,6 +13,7 @@
 //! Sequence numbers, replays and time are in `source`. Pure: no IO, no clock.
 
 mod block_chain;
+mod chunks;
 mod emit;
 mod engine_hashes;
 mod groups;
@@ -388,6 +389,16 @@ impl Mirror {
     }
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
+        // A chunk's event names no adapter.
+        let may_split = stored.medium.tier() != Tier::Gpu && self.config.assume.no_lora;
+        let size = self.block_size.filter(|_| may_split);
+        match size.and_then(|size| chunks::split(stored, size)) {
+            Some(blocks) => self.store_blocks(&blocks),
+            None => self.store_blocks(stored),
+        }
+    }
+
+    fn store_blocks(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
         let tier = stored.medium.tier();
         let slot = match self.groups.role(tier, stored.group.index) {
             Some(GroupRole::Counted(slot)) => slot,
@@ -659,8 +670,11 @@ impl Mirror {
         };
         self.knowledge.saw_removal(tier);
         for &hash in &removed.hashes {
-            let had_reference =
-                slot.is_some_and(|slot| self.subtract_reference(hash, GroupTier { slot, tier }));
+            let had_reference = slot.is_some_and(|slot| {
+                let at = GroupTier { slot, tier };
+                self.subtract_chunk(hash, at);
+                self.subtract_reference(hash, at)
+            });
             if !had_reference {
                 self.counters.removals_unknown += 1;
                 if self.knowledge.is_whole(tier) {
@@ -669,6 +683,18 @@ impl Mirror {
             }
         }
         Ok(())
+    }
+
+    /// Subtracts a reference of all blocks of a chunk but the last. A plain block has none.
+    fn subtract_chunk(&mut self, chunk: EngineHash, at: GroupTier) {
+        if at.tier != Tier::Gpu {
+            let inner = (0..).map(|index| chunks::inner_hash(chunk, index));
+            for hash in inner {
+                if !self.subtract_reference(hash, at) {
+                    break;
+                }
+            }
+        }
     }
 
     /// Subtracts a reference of a block or orphan. `false` if there is none.

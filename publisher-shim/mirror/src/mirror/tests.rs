@@ -565,6 +565,154 @@ fn a_lower_tiers_store_without_keys_counts_for_known_blocks_only() {
     assert_ne!(mirror.states().cpu, TierState::Complete);
 }
 
+/// Chunks of `blocks` tokens, as blocks have one token here; a chunk's hash is its last token.
+fn chunks(parent: Option<u64>, tokens: &[u32], blocks: usize) -> CacheEvent {
+    let hashes = tokens.chunks(blocks).map(|chunk| chunk[chunk.len() - 1]);
+    CacheEvent::Stored(Box::new(StoredBlocks {
+        hashes: hashes.map(|last| EngineHash(u64::from(last))).collect(),
+        block_size: u32::try_from(blocks).unwrap(),
+        medium: Medium::Cpu,
+        reports_extra_keys: false,
+        // As LMCache's medium is named, which may publish no removals.
+        reports_removals: true,
+        ..run(parent, tokens)
+    }))
+}
+
+fn with_plain_chunks() -> Mirror {
+    let assume = Assumptions {
+        no_extra_keys: true,
+        no_lora: true,
+        ..Assumptions::default()
+    };
+    let config = MirrorConfig {
+        assume,
+        ..MirrorConfig::default()
+    };
+    Mirror::new(config, Start::Empty)
+}
+
+fn held_in(mirror: &Mirror, tier: Tier) -> BTreeSet<PrefixHash> {
+    let held = mirror.held().into_iter().filter(|&(_, of)| of == tier);
+    held.map(|(prefix, _)| prefix).collect()
+}
+
+fn prefixes_up_to(tokens: &[u32]) -> BTreeSet<PrefixHash> {
+    (1..=tokens.len())
+        .map(|end| prefix(&tokens[..end]))
+        .collect()
+}
+
+#[test]
+fn a_lower_tiers_chunk_counts_as_its_blocks() {
+    let mut mirror = with_plain_chunks();
+    let tokens = [11, 12, 13, 14, 15, 16, 17, 18, 19];
+    mirror.apply(&batch(vec![stored(None, &[1])])).unwrap();
+    mirror
+        .apply(&batch(vec![chunks(None, &tokens[..6], 3)]))
+        .unwrap();
+    assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens[..6]));
+    mirror
+        .apply(&batch(vec![chunks(Some(16), &tokens[6..], 3)]))
+        .unwrap();
+    assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens));
+    assert_eq!(
+        mirror.states().cpu,
+        TierState::Unverified,
+        "no removals are known"
+    );
+    // One of two copies.
+    mirror
+        .apply(&batch(vec![chunks(Some(16), &tokens[6..], 3)]))
+        .unwrap();
+    mirror
+        .apply(&batch(vec![removed_from(19, Medium::Cpu, 0)]))
+        .unwrap();
+    assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens));
+    mirror
+        .apply(&batch(vec![removed_from(19, Medium::Cpu, 0)]))
+        .unwrap();
+    assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens[..6]));
+    assert_eq!(mirror.states().cpu, TierState::Complete);
+    mirror
+        .apply(&batch(vec![removed_from(13, Medium::Cpu, 0)]))
+        .unwrap();
+    mirror
+        .apply(&batch(vec![removed_from(16, Medium::Cpu, 0)]))
+        .unwrap();
+    assert_eq!(mirror.held(), [(prefix(&[1]), Tier::Gpu)]);
+    assert_eq!(mirror.counters().removals_unknown, 0);
+}
+
+#[test]
+fn a_chunk_below_an_unknown_one_waits_for_it() {
+    let mut mirror = with_plain_chunks();
+    let tokens = [11, 12, 13, 14];
+    mirror.apply(&batch(vec![stored(None, &[1])])).unwrap();
+    mirror
+        .apply(&batch(vec![chunks(Some(12), &tokens[2..], 2)]))
+        .unwrap();
+    assert!(held_in(&mirror, Tier::Cpu).is_empty());
+    assert_ne!(mirror.states().cpu, TierState::Complete);
+    let mut removed_first = mirror.clone();
+    removed_first
+        .apply(&batch(vec![removed_from(14, Medium::Cpu, 0)]))
+        .unwrap();
+    assert_eq!(removed_first.orphans(), 0);
+    mirror
+        .apply(&batch(vec![chunks(None, &tokens[..2], 2)]))
+        .unwrap();
+    assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens));
+}
+
+#[test]
+fn chunks_that_cannot_be_split_are_missing() {
+    let with_keys = |event: CacheEvent| {
+        let CacheEvent::Stored(mut stored) = event else {
+            unreachable!()
+        };
+        stored.reports_extra_keys = true;
+        stored.keys = vec![(0, BlockKeys::default())];
+        CacheEvent::Stored(stored)
+    };
+    let mut two = run(None, &[1, 2]);
+    two.hashes.pop();
+    two.block_size = 2;
+    let of_two = CacheEvent::Stored(Box::new(two));
+    let uneven = chunks(None, &[11, 12, 13, 14, 15], 5);
+    let keyed = with_keys(chunks(None, &[11, 12, 13, 14], 4));
+    for chunk in [uneven, keyed] {
+        let CacheEvent::Stored(whole) = &chunk else {
+            unreachable!()
+        };
+        assert_eq!(chunks::split(whole, BlockSize::new(2).unwrap()), None);
+        let mut mirror = with_plain_chunks();
+        mirror.apply(&batch(vec![of_two.clone()])).unwrap();
+        mirror.apply(&batch(vec![chunk])).unwrap();
+        assert!(held_in(&mirror, Tier::Cpu).is_empty());
+        assert_eq!(mirror.states().gpu, TierState::Complete);
+        assert_ne!(mirror.states().cpu, TierState::Complete);
+    }
+    // A salted chunk, or one of an adapter, may look plain.
+    for (no_extra_keys, no_lora) in [(false, true), (true, false)] {
+        let assume = Assumptions {
+            no_extra_keys,
+            no_lora,
+            ..Assumptions::default()
+        };
+        let config = MirrorConfig {
+            assume,
+            ..MirrorConfig::default()
+        };
+        let mut mirror = Mirror::new(config, Start::Empty);
+        mirror.apply(&batch(vec![stored(None, &[1])])).unwrap();
+        mirror
+            .apply(&batch(vec![chunks(None, &[11, 12], 2)]))
+            .unwrap();
+        assert!(held_in(&mirror, Tier::Cpu).is_empty());
+    }
+}
+
 #[test]
 fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() {
     let mut plain = run(None, &[1]);

@@ -1,6 +1,12 @@
 //! Captures of a real server, played to the core.
 
+use std::collections::BTreeSet;
+
+use warmroute_proto::hash::prompt_hashes;
+use warmroute_proto::{BlockSize, PrefixHash, Seed};
+
 use super::*;
+use crate::mirror::Assumptions;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
 fn capture(name: &str) -> Vec<Vec<Vec<u8>>> {
@@ -27,8 +33,18 @@ fn capture(name: &str) -> Vec<Vec<Vec<u8>>> {
 }
 
 /// Plays a capture of one rank; the replay buffer has what the capture has.
-fn play(name: &str, rank: u32, mut each: impl FnMut(&World, EngineSeq)) -> World {
+fn play(name: &str, rank: u32, each: impl FnMut(&World, EngineSeq)) -> World {
+    play_assuming(Assumptions::default(), name, rank, each)
+}
+
+fn play_assuming(
+    assume: Assumptions,
+    name: &str,
+    rank: u32,
+    mut each: impl FnMut(&World, EngineSeq),
+) -> World {
     let mut config = World::new(true).core.config;
+    config.mirror.assume = assume;
     config.rank = Some(rank);
     config.mirror.speculates = Some(false);
     let mut world = World::with(config);
@@ -98,4 +114,51 @@ fn a_captured_replay_ends_where_the_live_capture_ends() {
     world.start();
     assert_eq!(world.reader.held(), live.reader.held());
     assert_eq!(world.gpu(), GPU);
+}
+
+/// `tests/real-vllm/capture_lmcache.py` describes the prompts and batches.
+#[test]
+fn chunks_of_lmcache_are_credited_as_the_blocks_that_they_consist_of() {
+    let a: Vec<u32> = (1000..1512).collect();
+    let b: Vec<u32> = (1000..1256).chain(5000..5256).collect();
+    let size = BlockSize::new(16).unwrap();
+    let prefixes = |prompts: &[&[u32]]| -> BTreeSet<PrefixHash> {
+        let of_prompt = |tokens: &&[u32]| prompt_hashes(tokens, size, Seed::PLAIN);
+        prompts.iter().flat_map(of_prompt).collect()
+    };
+    let both = prefixes(&[&a[..256], &b]);
+    let expected = [
+        prefixes(&[&a]),
+        prefixes(&[&a]),
+        prefixes(&[&a, &b]),
+        both.clone(),
+        both,
+    ];
+    let assume = Assumptions {
+        no_extra_keys: true,
+        no_lora: true,
+        ..Assumptions::default()
+    };
+    let world = play_assuming(assume, "lmcache056", 0, |world, seq| {
+        let held = world.core.mirror().held().into_iter();
+        let in_cpu = held.filter(|&(_, tier)| tier == Tier::Cpu);
+        let in_cpu: BTreeSet<PrefixHash> = in_cpu.map(|(prefix, _)| prefix).collect();
+        assert_eq!(
+            in_cpu,
+            expected[usize::try_from(seq.0).unwrap()],
+            "after {seq}"
+        );
+        let states = world.core.mirror().states();
+        assert_eq!(states.gpu, TierState::Complete);
+        // The first removal shows that the server publishes them.
+        let cpu = if seq.0 < 3 {
+            TierState::Unverified
+        } else {
+            TierState::Complete
+        };
+        assert_eq!(states.cpu, cpu, "after {seq}");
+    });
+    assert_eq!(world.core.status(world.now).mirror.removals_unknown, 0);
+    let plain = play("lmcache056", 0, |_, _| {});
+    assert_eq!(plain.held(), 0, "without declarations");
 }
