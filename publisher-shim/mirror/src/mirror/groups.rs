@@ -6,7 +6,7 @@
 
 use std::num::NonZeroU32;
 
-use warmroute_proto::{Tier, Tiers};
+use warmroute_proto::{BlockSize, Tier, Tiers};
 
 use super::references::GroupSlot;
 use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
@@ -138,6 +138,14 @@ impl Groups {
     pub(super) fn lacks_kinds(&self, tier: Tier) -> bool {
         let groups = self.tiers.get(tier);
         groups.len() > 1 && groups.iter().any(|group| group.kind.is_none())
+    }
+
+    /// A group of the tier has chunks of several of the engine's blocks.
+    pub(super) fn has_chunks(&self, tier: Tier, block_size: Option<BlockSize>) -> bool {
+        let mut groups = self.tiers.get(tier).iter();
+        let is_larger =
+            |tokens: u32| block_size.is_some_and(|size| tokens as usize > size.tokens());
+        tier != Tier::Gpu && groups.any(|group| is_larger(group.block_tokens))
     }
 
     /// No group seen so far has another kind than main attention.

@@ -41,6 +41,8 @@ pub enum TierLimit {
     NoGroupKinds,
     /// The connector is not known to publish removals.
     NoRemovals,
+    /// The connector keeps chunks of several blocks, and a hit needs all chunks before it.
+    Chunks,
     /// Stores do not identify their blocks.
     Unidentified,
     /// Blocks of an adapter without a name.
@@ -54,7 +56,7 @@ impl TierLimit {
     pub const fn state(self) -> TierState {
         match self {
             Self::Groups | Self::NoExtraKeys | Self::NoGroupKinds => TierState::Stale,
-            Self::NoRemovals => TierState::Unverified,
+            Self::NoRemovals | Self::Chunks => TierState::Unverified,
             Self::Unidentified | Self::UnnamedLora | Self::History => TierState::Partial,
         }
     }
@@ -75,6 +77,10 @@ impl TierLimit {
             Self::NoRemovals => {
                 "its connector is not known to publish removals: credit is unverified until the \
                  first one; if it does, set --assume removals"
+            }
+            Self::Chunks => {
+                "its connector keeps chunks of several blocks: credit is unverified, as a hit needs \
+                 all chunks before it"
             }
             Self::Unidentified => {
                 "some stored blocks get no credit: GPU memory did not hold them then, or a hit needs \

@@ -247,8 +247,12 @@ impl Mirror {
         let limit = |tier| {
             let has_orphans = self.orphans.references(tier) > 0;
             let lacks_kinds = self.groups.lacks_kinds(tier);
-            self.knowledge
-                .limit(tier, self.config.assume, has_orphans, lacks_kinds)
+            let assume = self.config.assume;
+            let known = self.knowledge.limit(tier, assume, has_orphans, lacks_kinds);
+            let has_chunks = self.groups.has_chunks(tier, self.block_size);
+            let chunks = has_chunks.then_some(TierLimit::Chunks);
+            // The gravest one.
+            known.into_iter().chain(chunks).min()
         };
         Tiers {
             gpu: limit(Tier::Gpu),
@@ -390,7 +394,10 @@ impl Mirror {
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
         // A chunk's event names no adapter.
-        let may_split = stored.medium.tier() != Tier::Gpu && self.config.assume.no_lora;
+        let has_chunks = self
+            .groups
+            .has_chunks(stored.medium.tier(), self.block_size);
+        let may_split = has_chunks && self.config.assume.no_lora;
         let size = self.block_size.filter(|_| may_split);
         match size.and_then(|size| chunks::split(stored, size)) {
             Some(blocks) => self.store_blocks(&blocks),

@@ -616,11 +616,7 @@ fn a_lower_tiers_chunk_counts_as_its_blocks() {
         .apply(&batch(vec![chunks(Some(16), &tokens[6..], 3)]))
         .unwrap();
     assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens));
-    assert_eq!(
-        mirror.states().cpu,
-        TierState::Unverified,
-        "no removals are known"
-    );
+    assert_eq!(mirror.limits().cpu, Some(TierLimit::NoRemovals));
     // One of two copies.
     mirror
         .apply(&batch(vec![chunks(Some(16), &tokens[6..], 3)]))
@@ -633,7 +629,8 @@ fn a_lower_tiers_chunk_counts_as_its_blocks() {
         .apply(&batch(vec![removed_from(19, Medium::Cpu, 0)]))
         .unwrap();
     assert_eq!(held_in(&mirror, Tier::Cpu), prefixes_up_to(&tokens[..6]));
-    assert_eq!(mirror.states().cpu, TierState::Complete);
+    assert_eq!(mirror.limits().cpu, Some(TierLimit::Chunks));
+    assert_eq!(mirror.states().cpu, TierState::Unverified);
     mirror
         .apply(&batch(vec![removed_from(13, Medium::Cpu, 0)]))
         .unwrap();
