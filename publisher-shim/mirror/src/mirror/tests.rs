@@ -717,10 +717,15 @@ fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() 
     plain.group = BlockGroup::default();
     let mut second = plain.clone();
     second.group.index = Some(1);
-    let events = vec![
-        CacheEvent::Stored(Box::new(plain)),
-        CacheEvent::Stored(Box::new(second)),
-    ];
+    let mut with_kind = plain.clone();
+    with_kind.group.kind = MAIN;
+    let stores = |stores: [StoredBlocks; 2]| {
+        stores
+            .map(|stored| CacheEvent::Stored(Box::new(stored)))
+            .to_vec()
+    };
+    let without_kinds = stores([plain, second.clone()]);
+    let with_one_kind = stores([with_kind, second]);
     for (assume, state) in [
         (Assumptions::default(), TierState::Stale),
         (
@@ -743,9 +748,11 @@ fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() 
             assume,
             ..MirrorConfig::default()
         };
-        let mut mirror = Mirror::new(config, Start::Empty);
-        mirror.apply(&batch(events.clone())).unwrap();
-        assert_eq!(mirror.states().gpu, state);
+        for events in [&without_kinds, &with_one_kind] {
+            let mut mirror = Mirror::new(config, Start::Empty);
+            mirror.apply(&batch(events.clone())).unwrap();
+            assert_eq!(mirror.states().gpu, state);
+        }
     }
 }
 

@@ -183,6 +183,17 @@ fn a_model_without_full_attention_places_its_blocks_by_vllms_hashes() {
     assert_eq!(follower.gpu(), TierState::Partial);
 }
 
+/// Hashes of another function place nothing, but an event that names all its blocks needs no place.
+#[test]
+fn a_store_of_windows_only_that_names_all_its_blocks_counts_whatever_its_hashes() {
+    let mut stored = store_in(0, sliding(3), None, &PROMPT);
+    stored.hashes = (71..76).map(EngineHash).collect();
+    let mut follower = whole(Start::Empty);
+    follower.apply(vec![event(stored)]);
+    assert_eq!(credit(&follower.mirror, &PROMPT, 5), 5);
+    assert_eq!(follower.gpu(), TierState::Complete);
+}
+
 const PROMPT: [u32; 5] = [1, 2, 3, 4, 5];
 
 // --- against vLLM's own rule
