@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 step "token ids: 100,000 texts and all characters for each family of tokenizers"
 cargo test --release --locked -p warmroute-chat --lib -- --ignored --nocapture
 
-step "3 to 40 to 3 workers under load, over NATS"
+step "3 to 40 to 5 workers under load, over NATS"
 need_nats_server
+need_command prometheus prometheus
 SCALE_TO=40 cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
   scaling::workers_come_and_go

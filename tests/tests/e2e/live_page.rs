@@ -1,7 +1,6 @@
 //! The live page of the admin port, in a real Chromium.
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -18,7 +17,7 @@ use warmroute_process::access::keys;
 
 use crate::browser::{Browser, Screen};
 use crate::fleet::traffic::{request, serve};
-use crate::fleet::{Engines, Flags, Fleet, Mode, Place};
+use crate::fleet::{Engines, Flags, Fleet, Mode, Place, report};
 
 const DESK: Screen = Screen {
     width: 1280,
@@ -125,15 +124,6 @@ async fn assert_readable(browser: &Browser) {
     browser.screen(DESK).await;
 }
 
-fn report(what: &str, since: Instant) {
-    // Not captured, unlike the print macros.
-    let line = format!(
-        "live page: {what}: {:.1} s\n",
-        since.elapsed().as_secs_f64()
-    );
-    drop(std::io::stderr().write_all(line.as_bytes()));
-}
-
 /// Content, updates and an engine that dies, with two routers and two indexers.
 #[tokio::test(flavor = "multi_thread")]
 async fn it_shows_the_fleet_and_what_happens_to_it() {
@@ -166,7 +156,7 @@ async fn it_shows_the_fleet_and_what_happens_to_it() {
     fleet.routers[0].restart().await;
     let live = "document.getElementById('connection').innerText === 'live'";
     browser.until("the page reconnects", live).await;
-    report("fleet, browser included", started);
+    report("live page: fleet, browser included", started);
 }
 
 async fn assert_shows_all(fleet: &Fleet, browser: &Browser) {
@@ -201,7 +191,7 @@ async fn assert_shows_changes(fleet: &Fleet, browser: &Browser) {
     let killed = Instant::now();
     let unhealthy = format!("{}.includes('unhealthy')", row("worker-1"));
     browser.until("the engine is unhealthy", &unhealthy).await;
-    report("an engine that dies is unhealthy after", killed);
+    report("live page: an engine that dies is unhealthy after", killed);
     let changes = "document.getElementById('changes').innerText.includes('worker-1 is unhealthy')";
     browser.until("the change is listed", changes).await;
     let drain = fleet.admin(1, "/admin/workers/worker-2/drain");
@@ -297,7 +287,7 @@ async fn show_two_hundred_workers(engines_port: u16) {
     // The browser itself logs the two answers 401.
     let others = console.iter().filter(|line| !line.contains("401"));
     assert_eq!(others.count(), 0, "{console:?}");
-    report("200 workers, browser included", started);
+    report("live page: 200 workers, browser included", started);
 }
 
 const ROWS: &str = "document.querySelectorAll('#sources tbody tr').length";

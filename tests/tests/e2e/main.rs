@@ -47,6 +47,7 @@ mod mixed;
 mod nats_server;
 mod pages;
 mod plane;
+mod prometheus;
 mod prompt_ids;
 mod queue_memory;
 mod recording;

@@ -11,6 +11,8 @@ mod nats;
 mod place;
 mod process;
 mod proxy;
+mod report;
+mod runbook;
 pub(crate) mod traffic;
 pub(crate) mod version;
 
@@ -34,6 +36,8 @@ pub(crate) use place::{free_port, free_ports};
 pub(crate) use process::Process;
 pub(crate) use process::signal;
 pub(crate) use proxy::{Proxy, Way};
+pub(crate) use report::report;
+pub(crate) use runbook::runbook;
 use version::Version;
 
 pub(crate) const BLOCK: u64 = 16;
@@ -41,7 +45,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
 const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine-under-test");
 pub(crate) const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
-const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
+pub(crate) const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
 
 /// A client without proxies that trusts the system's authorities.

@@ -115,13 +115,22 @@ impl Distributed {
 
     /// Revokes the user of a credentials file and reloads the server. Returns the user's key.
     pub(crate) async fn revoke(&self, user: &str) -> String {
-        let text = std::fs::read_to_string(self.credentials(user)).expect("credentials");
-        let key = text.split_once(" is user ").expect("the user").1;
-        let key = key.lines().next().expect("a key").to_owned();
+        let key = self.user_key(user);
         let dir = self.place.join(OPERATOR_DIR).display().to_string();
         credentials_command(&["revoke", "--dir", &dir, "--user", &key]);
-        signal(self.server.lock().await.pid(), "HUP");
+        self.reload_accounts().await;
         key
+    }
+
+    /// The public key of a user, as its credentials file names it.
+    pub(crate) fn user_key(&self, user: &str) -> String {
+        let text = std::fs::read_to_string(self.credentials(user)).expect("credentials");
+        let (_, key) = text.split_once(" is user ").expect("the user");
+        key.lines().next().expect("a key").to_owned()
+    }
+
+    pub(crate) async fn reload_accounts(&self) {
+        signal(self.server.lock().await.pid(), "HUP");
     }
 
     pub(crate) fn lossy(&self) -> &Lossy {

@@ -7,7 +7,7 @@ use warmroute_process::nats;
 
 use super::doctor::look;
 use super::equality::until_equal;
-use crate::fleet::{Access, Engines, Flags, Fleet, Mode, NAMESPACE, worker_name};
+use crate::fleet::{Access, Engines, Flags, Fleet, INDEXER, Mode, NAMESPACE, runbook, worker_name};
 use crate::scaling::{Clients, assert_content, drain};
 
 const ENGINES: Engines = Engines {
@@ -16,6 +16,9 @@ const ENGINES: Engines = Engines {
     blocks: 400,
     flags: &["--profile", "instant"],
 };
+
+/// The worker that the tests add, in place of the runbooks'.
+const SIGNED: (&str, &str) = ("--name worker-3", "--name worker-2");
 
 async fn start() -> Fleet {
     let mode = Mode::Nats {
@@ -82,6 +85,13 @@ impl Fleet {
         until_equal(self).await;
     }
 
+    /// Runs the commands of a runbook in the directory of the keys.
+    async fn follow(&self, title: &str, names: &[(&str, &str)]) {
+        let names = [&[("warmroute-indexer", INDEXER)], names].concat();
+        let ended = runbook(title, &names, &self.file("")).await;
+        assert!(ended.success(), "{title}: {ended}");
+    }
+
     fn configuration(&self) -> [String; 2] {
         ["nats.conf", "operator/accounts.conf"]
             .map(|name| std::fs::read_to_string(self.file(name)).expect("a file"))
@@ -94,6 +104,8 @@ async fn a_signature_adds_a_worker_which_writes_in_its_own_name_only() {
     let before = fleet.configuration();
     let clients = Clients::start(&fleet);
     let added = fleet.add_engine(&ENGINES).await;
+    let names = [("worker-3.creds", "shim-worker-2.creds"), SIGNED];
+    fleet.follow("Add a worker", &names).await;
     fleet.add_shim(added, &ENGINES).await;
     let credited = async |fleet: &Fleet| {
         let sources = fleet.positions(&fleet.indexes()[0]).await;
@@ -168,8 +180,12 @@ async fn replace(fleet: &Fleet, worker: usize) {
         process.ended().await;
     }
     let user = format!("shim-{name}");
-    fleet.parts().revoke(&user).await;
-    fleet.parts().sign(&user, &[]);
+    let key = fleet.parts().user_key(&user);
+    let file = format!("{user}.creds");
+    let names = [("U…", &*key), ("worker-3.creds", &file), SIGNED];
+    fleet.follow("Credentials are refused", &names).await;
+    assert_ne!(fleet.parts().user_key(&user), key, "another user");
+    fleet.parts().reload_accounts().await;
     for process in [engine, shim] {
         process.restart().await;
     }

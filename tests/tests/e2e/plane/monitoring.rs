@@ -2,8 +2,6 @@
 //! has data, and no alert of `deploy/prometheus/rules.yml` fires.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -11,8 +9,8 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::fleet::traffic::{request, send};
-use crate::fleet::{Engines, Flags, Fleet, Mode, free_port};
-use crate::nats_server::child::Watchdog;
+use crate::fleet::{Engines, Flags, Fleet, Mode, report};
+use crate::prometheus::{Prometheus, deploy};
 
 /// Scrapes each second; a dozen queries of 30 s need some of them.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -25,12 +23,6 @@ const VARIABLES: [(&str, &str); 4] = [
     ("$instance", ".*"),
 ];
 
-struct Prometheus {
-    child: Child,
-    watchdog: Watchdog,
-    base: String,
-}
-
 /// One query of a dashboard.
 struct PanelQuery {
     /// Dashboard and panel.
@@ -38,103 +30,13 @@ struct PanelQuery {
     query: String,
 }
 
-impl Prometheus {
-    async fn start(fleet: &Fleet) -> Self {
-        let config = fleet.file("prometheus.yml");
-        fs::write(&config, config_text(fleet)).expect("a file");
-        let port = free_port();
-        let log = fs::File::create(fleet.file("prometheus.log")).expect("a file");
-        let child = Command::new("prometheus")
-            .arg(format!("--config.file={}", config.display()))
-            .arg(format!(
-                "--storage.tsdb.path={}",
-                fleet.file("tsdb").display()
-            ))
-            .arg(format!("--web.listen-address=127.0.0.1:{port}"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .expect("prometheus is installed (Debian: prometheus)");
-        let started = Self {
-            watchdog: Watchdog::over(&child),
-            child,
-            base: format!("http://127.0.0.1:{port}"),
-        };
-        let ready = format!("{}/-/ready", started.base);
-        fleet
-            .until("Prometheus is ready", async |fleet| {
-                let answer = fleet.http.get(&ready).send().await;
-                answer.is_ok_and(|answer| answer.status().is_success())
-            })
-            .await;
-        started
-    }
-
-    /// Whether the query has a value that is a number.
-    async fn has_data(&self, fleet: &Fleet, query: &str) -> bool {
-        let url = format!("{}/api/v1/query", self.base);
-        let escaped = query.bytes().map(|byte| format!("%{byte:02x}"));
-        let form = format!("query={}", escaped.collect::<String>());
-        let asked = fleet.http.post(url).body(form);
-        let asked = asked.header("content-type", "application/x-www-form-urlencoded");
-        let answer: Value = asked
-            .send()
-            .await
-            .expect("an answer")
-            .json()
-            .await
-            .expect("JSON");
-        assert_eq!(answer["status"], "success", "{query}: {answer}");
-        let series = answer["data"]["result"].as_array().expect("a vector");
-        let number = |one: &Value| {
-            let value = one["value"][1].as_str().expect("a value");
-            value.parse::<f64>().is_ok_and(f64::is_finite)
-        };
-        series.iter().any(number)
-    }
-
-    async fn alerts(&self, fleet: &Fleet) -> Value {
-        fleet.get(format!("{}/api/v1/alerts", self.base)).await
-    }
-}
-
-impl Drop for Prometheus {
-    fn drop(&mut self) {
-        self.watchdog.end();
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
-fn deploy(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../deploy")
-        .join(path)
-}
-
-/// One job for each kind of process.
-fn config_text(fleet: &Fleet) -> String {
-    let address = |url: String| url.replace("http://", "");
-    let parts = fleet.parts();
-    let routers = (0..fleet.routers.len()).map(|router| address(fleet.admin(router, "")));
-    let shims = parts.shims.iter().map(|shim| address(shim.base()));
-    let indexers = parts.indexers.iter().map(|indexer| address(indexer.base()));
-    let job = |name: &str, targets: Vec<String>| {
-        let group = json!({ "targets": targets });
-        json!({ "job_name": name, "static_configs": [group] })
+/// Whether the query has a value that is a number.
+async fn has_data(prometheus: &Prometheus, fleet: &Fleet, query: &str) -> bool {
+    let number = |one: &Value| {
+        let value = one["value"][1].as_str().expect("a value");
+        value.parse::<f64>().is_ok_and(f64::is_finite)
     };
-    // JSON is YAML.
-    json!({
-        "global": { "scrape_interval": "1s", "evaluation_interval": "1s" },
-        "rule_files": [deploy("prometheus/rules.yml")],
-        "scrape_configs": [
-            job("router", routers.collect()),
-            job("indexer", indexers.collect()),
-            job("shim", shims.collect()),
-        ],
-    })
-    .to_string()
+    prometheus.query(fleet, query).await.iter().any(number)
 }
 
 /// The queries of all dashboards.
@@ -228,6 +130,7 @@ async fn every_panel_has_data_and_no_alert_fires() {
         routers: 2,
     };
     let fleet = Fleet::start(mode, engines, Flags::default()).await;
+    let started = Instant::now();
     let prometheus = Prometheus::start(&fleet).await;
     let mut rng = Rng::with_seed(51);
     let mut empty = panel_queries();
@@ -242,17 +145,16 @@ async fn every_panel_has_data_and_no_alert_fires() {
         load(&fleet, &mut rng).await;
         let mut left = Vec::new();
         for one in empty {
-            if !prometheus.has_data(&fleet, &one.query).await {
+            if !has_data(&prometheus, &fleet, &one.query).await {
                 left.push(one);
             }
         }
         empty = left;
     }
-    let alerts = prometheus.alerts(&fleet).await;
-    let alerts = alerts["data"]["alerts"].as_array().expect("alerts");
-    let firing: Vec<&Value> = alerts
-        .iter()
-        .filter(|one| one["state"] == "firing")
-        .collect();
-    assert!(firing.is_empty(), "{firing:#?}");
+    report(
+        "every query of the dashboards, Prometheus included",
+        started,
+    );
+    let fired = prometheus.fired(&fleet).await;
+    assert!(fired.is_empty(), "{fired:#?}");
 }
