@@ -12,7 +12,11 @@ case "${1:-}" in
 esac
 unchecked=0
 
-passed() { echo "$1: ok"; }
+began=$SECONDS
+passed() {
+  echo "$1: ok, $((SECONDS - began)) s"
+  began=$SECONDS
+}
 skipped() {
   echo "$1: not checked, there is no $2 here"
   [[ ",$allowed," == *",$1,"* ]] || unchecked=1
@@ -51,7 +55,12 @@ elif ! "$python" -c 'import kubernetes_validate, yaml' 2>/dev/null; then
   skipped kubernetes "kubernetes-validate in .venv"
 else
   all=$(mktemp -d "$PWD/kubernetes/check.XXXXXX")
-  trap 'rm -rf "$all"' EXIT
+  guide=$(mktemp -d "$PWD/../check.XXXXXX")
+  trap 'rm -rf "$all" "$guide"' EXIT
+  # The guide's overlay stands beside deploy/.
+  sed -n '/^cat >fleet\/kustomization.yaml/,/^END$/p' ../docs/GETTING_STARTED.md | sed '1d;$d' \
+    >"$guide/kustomization.yaml"
+  echo "[admin]" >"$guide/router.toml"
   {
     echo "apiVersion: kustomize.config.k8s.io/v1beta1"
     echo "kind: Kustomization"
@@ -61,7 +70,7 @@ else
       echo "  - ../components/$(basename "$component")"
     done
   } >"$all/kustomization.yaml"
-  for overlay in kubernetes/base kubernetes "$all"; do
+  for overlay in kubernetes/base kubernetes "$guide" "$all"; do
     if ! made=$("${kustomize[@]}" "$overlay"); then
       echo "kubernetes: components need kubectl 1.21 or kustomize 4, and ${kustomize[0]} is" >&2
       kubectl version --client >&2
@@ -71,7 +80,7 @@ else
     [ "$overlay" != "$all" ] || kinds=(PodMonitor PodDisruptionBudget HorizontalPodAutoscaler NetworkPolicy)
     "$python" kubernetes/check.py kubernetes/pod-monitor.schema.json "${kinds[@]}" <<<"$made" >/dev/null
   done
-  rm -rf "$all"
+  rm -rf "$all" "$guide"
   trap - EXIT
   # The name that nginx resolves.
   grep -q '^  name: routers$' <<<"$made"

@@ -14,9 +14,26 @@ import yaml
 VERSION = "1.29"
 
 
+def pod(doc):
+    return doc.get("spec", {}).get("template", {}).get("spec", {})
+
+
 def containers(doc):
-    pod = doc.get("spec", {}).get("template", {}).get("spec", {})
-    return pod.get("initContainers", []) + pod.get("containers", [])
+    return pod(doc).get("initContainers", []) + pod(doc).get("containers", [])
+
+
+def check_readiness(doc):
+    """Pods are ready by their own probes. A gate is named by the controller that sets it."""
+    # One that no controller sets keeps each pod out of service.
+    assert "readinessGates" not in pod(doc), doc["metadata"]
+    if doc["kind"] in ("Deployment", "StatefulSet"):
+        for container in containers(doc):
+            assert "readinessProbe" in container, container["name"]
+    ports = doc.get("spec", {}).get("ports", [])
+    found = doc["metadata"].get("annotations", {})
+    checked = found.get("service.beta.kubernetes.io/aws-load-balancer-healthcheck-protocol")
+    if checked and doc["spec"].get("type") == "LoadBalancer":
+        assert [port["name"] for port in ports] == [checked], doc["metadata"]
 
 
 def main():
@@ -36,6 +53,7 @@ def main():
     ]
     for doc in docs:
         spec = doc.get("spec", {})
+        check_readiness(doc)
         # A selector without a pod is a typing error.
         selector = spec.get("selector") or spec.get("podSelector") or {}
         wanted = selector.get("matchLabels", selector if doc["kind"] == "Service" else {})
@@ -48,8 +66,7 @@ def main():
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 port = container.get(probe, {}).get("httpGet", {}).get("port")
                 assert port is None or port in ports, (container["name"], probe)
-        volumes = spec.get("template", {}).get("spec", {}).get("volumes", [])
-        for volume in volumes:
+        for volume in pod(doc).get("volumes", []):
             config = volume.get("configMap", {}).get("name")
             outside = config in (None, "warmroute-tls")
             assert outside or ("ConfigMap", config) in named, volume
