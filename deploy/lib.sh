@@ -1,6 +1,11 @@
 # Shell functions for the scripts in the repository's root. Sourced, not run.
 
+# step NAME: begins a step, and prints how long the one before took.
+step_name=
 step() {
+  [ -z "$step_name" ] || echo "$step_name: $((SECONDS - step_began)) s"
+  step_name=$*
+  step_began=$SECONDS
   printf '\n== %s ==\n' "$*"
 }
 

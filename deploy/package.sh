@@ -44,12 +44,6 @@ trap clean EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-started=$SECONDS
-took() {
-  echo "$1: $((SECONDS - started)) s"
-  started=$SECONDS
-}
-
 fail() {
   echo "$*" >&2
   exit 1
@@ -87,7 +81,6 @@ for binary in "${packaged[@]}"; do
   strip -o "$work/bin/$binary" "$built/$binary"
 done
 "$built/warmroute-manual" "$work/manual"
-took "build"
 
 # Times inside the packages, so that equal sources make equal packages. Not set for the build: C
 # libraries would be compiled again for each commit.

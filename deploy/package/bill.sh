@@ -6,4 +6,3 @@ mkdir "$dist"
 bill=$dist/warmroute-$version.cdx.json
 python3 deploy/package/sbom.py "$triple" "$(IFS=,; echo "${packaged[*]}")" "$bill"
 .venv/bin/python deploy/package/check_sbom.py "$bill"
-took "bill of materials"

@@ -37,4 +37,3 @@ mounted=$(buildah "${storage[@]}" mount "$container")
 writable=$(find "$mounted" -xdev ! -type l ! -path '*/tmp' \( -user 10001 -o -perm -o=w \) -printf '/%P\n')
 [ "$writable" = /var/lib/warmroute ] || fail "writable in the image: $writable"
 unshare --mount deploy/package/try_image.sh "$mounted"
-took "image"

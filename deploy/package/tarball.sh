@@ -44,4 +44,3 @@ for unit in "$prefix/lib/systemd/system"/*.service; do
 done
 cp -r "$prefix/share/doc/warmroute/warmroute-router.service.d" "$units"
 systemd-analyze verify --man=no "$units"/*.service
-took "tarball"

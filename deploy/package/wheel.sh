@@ -11,4 +11,3 @@ done
 ./quickstart.sh --once --binaries "$work/venv/bin"
 "$work/venv/bin/pip" uninstall --quiet --yes --disable-pip-version-check warmroute
 [ ! -e "$work/venv/bin/warmroute-router" ] || fail "the wheel's record misses its binaries"
-took "wheel"
