@@ -62,19 +62,30 @@ impl Operator {
     }
 }
 
-/// The guide's commands for `nsc` are the scope of shims.
+/// The guide's scope for operators that exist is that of `credentials init`.
 #[test]
 fn the_guide_names_every_permission_of_a_shim() {
     let guide = include_str!("../../../deploy/nats/README.md");
+    let (_, section) = guide.split_once("### In an operator that exists").unwrap();
+    let block = section.split("```").nth(1).unwrap();
+    let (publish, subscribe) = block.split_once("subscribe").unwrap();
     let template = roles::template("shim", "prod");
-    for side in ["pub", "sub"] {
-        let list = template[side]["allow"].as_array().unwrap();
-        let flag = format!("--allow-{side} '");
-        assert_eq!(guide.matches(&flag).count(), list.len(), "{side}");
-        for subject in list.iter().map(|subject| subject.as_str().unwrap()) {
-            assert!(guide.contains(&format!("{flag}{subject}'")), "{subject}");
-        }
+    for (side, listed) in [("pub", publish), ("sub", subscribe)] {
+        let listed: Vec<&str> = listed.split('"').skip(1).step_by(2).collect();
+        assert_eq!(json!(listed), template[side]["allow"], "{side}");
     }
+}
+
+#[test]
+fn a_seed_and_an_account_are_a_key_file() {
+    let operator = Operator::new();
+    let (signer, account) = (KeyPair::new_account(), KeyPair::new_account().public_key());
+    let file = format!("{}\n{account}\n", signer.seed().unwrap());
+    fs::write(operator.path().join("foreign.nk"), file).unwrap();
+    let printed = operator.sign("foreign.nk", "worker-3").unwrap();
+    let user = verified(printed.lines().nth(1).unwrap());
+    assert_eq!(user["iss"], signer.public_key());
+    assert_eq!(user["nats"]["issuer_account"], account);
 }
 
 /// The claims of a token whose signature is its issuer's.
