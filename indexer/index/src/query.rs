@@ -34,6 +34,7 @@ pub struct Holders {
     log: StreamIdentity,
     position: LogPosition,
     roster: RosterId,
+    /// Ascending by number.
     holders: Vec<Holder>,
     changes: Vec<RosterRow>,
     /// Differs between prompts.
@@ -81,23 +82,22 @@ impl PreparedQuery {
             return IndexAnswer::Behind { position };
         };
         let mut sources = Vec::new();
-        let mut places: Vec<Option<usize>> = Vec::new();
-        let mut allowed: Vec<(SourceNumber, TierMask)> = Vec::new();
+        let mut numbers: Vec<Option<SourceNumber>> = Vec::new();
+        let mut allowed = fold.tree().no_tiers();
         for (source, status) in fold.statuses(now) {
             let Some(answer) = without_run(source, &status) else {
                 continue;
             };
-            places.push(fold.allowed(source, &status.states).map(|pair| {
-                allowed.push(pair);
-                allowed.len() - 1
-            }));
+            let credited = fold.allowed(source, &status.states);
+            numbers.push(credited.map(|(number, _)| number));
             sources.push(answer);
+            if let Some((number, tiers)) = credited {
+                allowed[number.index()] = tiers;
+            }
         }
         let runs = self.runs(fold, &allowed);
-        for (answer, place) in sources.iter_mut().zip(places) {
-            answer.run = place
-                .and_then(|place| runs.get(place).copied())
-                .unwrap_or_default();
+        for (answer, number) in sources.iter_mut().zip(numbers) {
+            answer.run = number.map_or_else(Tiers::default, |number| runs[number.index()]);
         }
         IndexAnswer::Runs {
             log,
@@ -106,15 +106,10 @@ impl PreparedQuery {
         }
     }
 
-    /// Per source of `allowed`, in that order, what it holds of the prompt.
-    fn runs(&self, fold: &Fold, allowed: &[(SourceNumber, TierMask)]) -> Vec<Tiers<u32>> {
-        let mut runs = fold.tree().lookup_chain(&self.chain, allowed);
-        let resume_depths = fold.tree().resume_depths(&self.blocks, allowed);
-        for (run, depth) in runs.iter_mut().zip(resume_depths) {
-            // A source has either runs or resume points.
-            run.gpu = run.gpu.max(depth);
-        }
-        runs
+    /// What each source holds of the prompt, by its number in the tree.
+    fn runs(&self, fold: &Fold, allowed: &[TierMask]) -> Vec<Tiers<u32>> {
+        fold.tree()
+            .lookup_credit(&self.blocks, &self.chain, allowed)
     }
 
     /// The holders of the prompt; `None` before the log is known.
@@ -123,36 +118,43 @@ impl PreparedQuery {
         let log = fold.log()?;
         let roster = fold.roster_id();
         let read = (known.roster == roster).then_some(known.since);
-        let (mut credited, mut allowed) = (Vec::new(), Vec::new());
+        let mut allowed = fold.tree().no_tiers();
         let (mut changes, mut change_bytes) = (Vec::new(), 0);
-        for source in fold.numbered(now) {
+        fold.each_standing(now, |standing| {
+            if let Some((number, tiers)) = standing.allowed {
+                allowed[number.index()] = tiers;
+            }
             let has_room = changes.len() < CHANGES_MAX && change_bytes < PART_BYTES_MAX;
-            if has_room && read.is_some_and(|since| fold.is_news(&source, since)) {
-                change_bytes += source.source.worker.as_str().len();
+            if !has_room || read.is_none_or(|since| !standing.is_news(since)) {
+                return;
+            }
+            if let Some(source) = fold.source_of(standing.detail.source) {
+                change_bytes += source.worker.as_str().len();
                 changes.push(RosterRow {
-                    number: source.detail.source,
-                    source: source.source.clone(),
-                    status: Some(source.status),
+                    number: standing.detail.source,
+                    source: source.clone(),
+                    status: Some(standing.status),
                 });
             }
-            if let Some(pair) = source.allowed {
-                allowed.push(pair);
-                credited.push((source.status.states, source.detail));
-            }
-        }
+        });
         let runs = self.runs(fold, &allowed);
-        let held = credited.into_iter().zip(runs);
-        let held = held.filter(|(_, run)| *run != Tiers::default());
-        let holders = held.map(|((states, detail), run)| Holder {
-            run,
-            states,
-            detail,
+        let mut holders = Vec::new();
+        fold.each_standing(now, |standing| {
+            let number = standing.allowed.map(|(number, _)| number);
+            let run = number.map_or_else(Tiers::default, |number| runs[number.index()]);
+            if run != Tiers::default() {
+                holders.push(Holder {
+                    run,
+                    states: standing.status.states,
+                    detail: standing.detail,
+                });
+            }
         });
         Some(Holders {
             log,
             position: fold.position(),
             roster,
-            holders: holders.collect(),
+            holders,
             changes,
             salt: self.chain.last().map_or(0, |last| last.0),
         })
@@ -191,10 +193,10 @@ impl Holders {
         let (mut holders, mut changes) = (self.holders, self.changes);
         holders.retain(|holder| holder.detail.source >= from);
         changes.retain(|row| row.number >= from);
-        holders.sort_unstable_by_key(|holder| holder.detail.source);
         let mut covered = holders.len();
         loop {
-            let groups = groups(&holders[..covered]);
+            let grouped = grouped(&holders[..covered]);
+            let groups: Vec<_> = grouped.values().filter_map(|of| group_of(of)).collect();
             let members = groups.iter().map(|group| group.members.bytes());
             let bytes: usize = members.map(|bytes| GROUP_BYTES + bytes).sum();
             if bytes + DETAIL_BYTES * covered.min(DETAILS_MAX) <= PART_BYTES_MAX || covered <= 1 {
@@ -203,7 +205,7 @@ impl Holders {
                     log: self.log,
                     position: self.position,
                     groups,
-                    details: details(&holders[..covered], self.salt),
+                    details: details(&grouped, self.salt),
                     changes,
                     next: holders.get(covered).map(|holder| holder.detail.source),
                 });
@@ -214,7 +216,9 @@ impl Holders {
 }
 
 /// The longest first.
-type GroupKey = (Reverse<[u32; 4]>, [SourceState; 3]);
+type RunOrder = Reverse<[u32; 4]>;
+
+type GroupKey = (RunOrder, [SourceState; 3]);
 
 fn group_key(holder: &Holder) -> GroupKey {
     let Tiers { gpu, cpu, disk } = holder.run;
@@ -226,32 +230,48 @@ fn group_key(holder: &Holder) -> GroupKey {
     )
 }
 
-fn groups(holders: &[Holder]) -> Vec<HolderGroup> {
+/// The holders of each run with equal states, in the order of holders.
+fn grouped(holders: &[Holder]) -> BTreeMap<GroupKey, Vec<&Holder>> {
     let mut groups: BTreeMap<GroupKey, Vec<&Holder>> = BTreeMap::new();
-    for holder in holders {
-        groups.entry(group_key(holder)).or_default().push(holder);
+    let alike = |a: &Holder, b: &Holder| a.run == b.run && a.states == b.states;
+    // Neighbours are mostly alike.
+    for some in holders.chunk_by(alike) {
+        if let Some(first) = some.first() {
+            groups.entry(group_key(first)).or_default().extend(some);
+        }
     }
-    let group = |members: Vec<&Holder>| {
-        let first = members.first()?;
-        Some(HolderGroup {
-            run: first.run,
-            states: first.states,
-            members: NumberSet::from_ascending(members.iter().map(|holder| holder.detail.source)),
-        })
-    };
-    groups.into_values().filter_map(group).collect()
+    groups
+}
+
+fn group_of(members: &[&Holder]) -> Option<HolderGroup> {
+    let first = members.first()?;
+    Some(HolderGroup {
+        run: first.run,
+        states: first.states,
+        members: NumberSet::from_ascending(members.iter().map(|holder| holder.detail.source)),
+    })
 }
 
 /// Details of the longest runs. Among equal ones every prompt takes others, so that none is left
 /// out always.
-fn details(holders: &[Holder], salt: u64) -> Vec<HolderDetail> {
-    let mut order: Vec<&Holder> = holders.iter().collect();
+fn details(groups: &BTreeMap<GroupKey, Vec<&Holder>>, salt: u64) -> Vec<HolderDetail> {
     let turn = |holder: &Holder| (u64::from(holder.detail.source.0) ^ salt).wrapping_mul(MIX);
-    if order.len() > DETAILS_MAX {
-        order.sort_unstable_by_key(|holder| (group_key(holder).0, turn(holder)));
-        order.truncate(DETAILS_MAX);
+    let mut details = Vec::new();
+    let groups: Vec<_> = groups.iter().collect();
+    for of_a_run in groups.chunk_by(|((a, _), _), ((b, _), _)| a == b) {
+        let room = DETAILS_MAX - details.len();
+        let members = of_a_run.iter().flat_map(|(_, members)| members.iter());
+        let mut order: Vec<_> = members.map(|holder| (turn(holder), *holder)).collect();
+        if order.len() > room {
+            order.select_nth_unstable_by_key(room, |&(turn, _)| turn);
+            order.truncate(room);
+        }
+        details.extend(order.into_iter().map(|(_, holder)| holder.detail));
+        if details.len() == DETAILS_MAX {
+            break;
+        }
     }
-    order.into_iter().map(|holder| holder.detail).collect()
+    details
 }
 
 /// An odd number near 2^64 divided by the golden ratio: a multiplicative hash.

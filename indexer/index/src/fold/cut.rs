@@ -70,7 +70,7 @@ impl Fold {
         };
         let mut sources = Vec::with_capacity(self.sources.len());
         let mut numbers = Vec::with_capacity(self.sources.len());
-        for (source, fold) in &self.sources {
+        for (source, fold) in self.sources.iter() {
             if fold.is_set_aside() {
                 return Err(NoSnapshot::SetAside);
             }
@@ -110,7 +110,7 @@ impl Fold {
         self.mark = Some(head.at);
         let former = ReplacedState {
             _tree: std::mem::replace(&mut self.tree, tree),
-            sources: std::mem::take(&mut self.sources),
+            sources: self.sources.take(),
         };
         let mut numbers = numbers.into_iter();
         for entry in &head.sources {
@@ -123,10 +123,8 @@ impl Fold {
             self.sources.insert(entry.source.clone(), fold);
         }
         for (source, known) in &former.sources {
-            self.sources
-                .entry(source.clone())
-                .or_insert_with(SourceFold::new)
-                .remember(now, known);
+            let (fold, _) = self.sources.entry(source);
+            fold.remember(now, known);
         }
         self.bound_memory(now);
         former

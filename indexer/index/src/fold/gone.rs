@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::{Source, WorkerId};
 
 use super::source::{Holding, SourceFold};
+use super::sources::Touched;
 use super::{Fold, WorkerRegistration};
 
 /// Age of an absence after which the blocks are freed. The fence stays. A shim that was away for
@@ -31,8 +32,14 @@ impl Fold {
     /// Frees and forgets sources that are long gone.
     pub(super) fn let_go(&mut self, now: Instant) {
         let mut long_gone: Vec<(Instant, &Source)> = Vec::new();
-        for (source, fold) in &mut self.sources {
-            let worker = self.workers.get(&source.worker);
+        let mut last: Option<(&WorkerId, Option<&WorkerRegistration>)> = None;
+        self.sources.visit(|source, fold| {
+            // The ranks of a worker follow each other.
+            let worker = match last {
+                Some((id, worker)) if *id == source.worker => worker,
+                Some(_) | None => self.workers.get(&source.worker),
+            };
+            last = Some((&source.worker, worker));
             let named = worker.is_some() || !self.registry_read;
             fold.unnamed_since = match fold.unnamed_since {
                 _ if named => None,
@@ -44,13 +51,15 @@ impl Fold {
             let gone = gone.filter(|&gone| self.outage.counts(gone, now));
             let Some(gone) = gone.filter(|&gone| now.saturating_duration_since(gone) >= FREE_AFTER)
             else {
-                continue;
+                return Touched::Nothing;
             };
-            if fold.number().is_some() || fold.is_set_aside() {
-                fold.set_aside(&mut self.tree, Holding::Freed);
-            }
             long_gone.push((gone, source));
-        }
+            if fold.number().is_none() && !fold.is_set_aside() {
+                return Touched::Nothing;
+            }
+            fold.set_aside(&mut self.tree, Holding::Freed);
+            Touched::Standing
+        });
         let too_many = long_gone.len().saturating_sub(GONE_MAX);
         if too_many > 0 {
             long_gone.sort();
@@ -96,8 +105,8 @@ impl Fold {
         }
         let with_sources: BTreeSet<WorkerId> = self
             .sources
-            .keys()
-            .map(|source| source.worker.clone())
+            .iter()
+            .map(|(source, _)| source.worker.clone())
             .collect();
         self.workers
             .retain(|id, worker| with_sources.contains(id) || !gone(worker));

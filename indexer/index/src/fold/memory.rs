@@ -180,7 +180,7 @@ impl Fold {
         let room = early(bytes_max).saturating_sub(in_use) as u64;
         let (workers, outage) = (&self.workers, self.outage);
         let mut smallest: Option<&mut SourceFold> = None;
-        for (source, fold) in &mut self.sources {
+        for (source, fold) in self.sources.beside_standings().0 {
             if !fold.is_set_aside() {
                 continue;
             }

@@ -25,6 +25,7 @@ mod removals;
 mod resync;
 mod roster;
 mod source;
+mod sources;
 mod stall;
 mod verdict;
 
@@ -35,7 +36,7 @@ use warmroute_proto::message::{Broadcast, LogMessage};
 use warmroute_proto::query::{HoldQuery, HoldSpan, SourceState};
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
 use warmroute_proto::roster::{
-    HolderDetail, RosterId, RosterPage, RosterPageRequest, RosterStatus,
+    RosterId, RosterNumber, RosterPage, RosterPageRequest, RosterStatus,
 };
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
@@ -45,7 +46,7 @@ use warmroute_proto::{
 };
 
 use crate::tree::{Growth, SourceNodes, SourceNumber, TierMask, Tree, is_long};
-use ends::LogEnds;
+use ends::{LogClockState, LogEnds};
 use memory::MemoryCounters;
 use message::MessageContent;
 use outage::PlaneOutage;
@@ -53,10 +54,12 @@ use reload::ReloadLimiter;
 use removals::RecordPlace;
 use roster::Roster;
 use source::{RecordArrival, Registration, SourceContext, SourceFold};
+use sources::{Moment, SourceTable, Touched};
 
 pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
 pub use message::{ParsedMessage, heartbeat};
 pub use source::{PROOF_AGE_MAX, SourceStatus};
+pub(crate) use sources::Standing;
 pub use stall::ReaderStall;
 pub use verdict::{HeartbeatVerdict, RecordVerdict};
 
@@ -64,15 +67,6 @@ pub use verdict::{HeartbeatVerdict, RecordVerdict};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the registry value is not an entry of its key's worker")]
 pub struct BadWorkerEntry;
-
-/// A source with a number and records, as of one moment.
-pub(crate) struct NumberedSource<'a> {
-    pub(crate) source: &'a Source,
-    /// Its number in the tree, and the tiers that give credit; `None` without such a tier.
-    pub(crate) allowed: Option<(SourceNumber, TierMask)>,
-    pub(crate) status: RosterStatus,
-    pub(crate) detail: HolderDetail,
-}
 
 /// The last registry entry of a worker.
 #[derive(Clone, Debug)]
@@ -104,7 +98,7 @@ pub struct Fold {
     forgotten: u64,
     tree: Tree,
     roster: Roster,
-    sources: BTreeMap<Source, SourceFold>,
+    sources: SourceTable,
     workers: BTreeMap<WorkerId, WorkerRegistration>,
 }
 
@@ -128,7 +122,7 @@ impl Fold {
             forgotten: 0,
             tree: Tree::new(),
             roster: Roster::default(),
-            sources: BTreeMap::new(),
+            sources: SourceTable::default(),
             workers: BTreeMap::new(),
         }
     }
@@ -225,14 +219,13 @@ impl Fold {
             stored,
             sent,
         };
-        let fold = self
-            .sources
-            .entry(record.source.clone())
-            .or_insert_with(SourceFold::new);
+        let moment = self.moment(&record.source.worker, now);
+        let (fold, kept) = self.sources.entry(&record.source);
         if fold.roster.is_none() {
             fold.roster = Some(self.roster.add(&record.source));
         }
         let verdict = fold.record(arrival, record, message.mark.checksum, &mut self.tree);
+        kept.renew(fold, &self.roster, moment);
         self.bound_memory(now);
         verdict
     }
@@ -282,10 +275,11 @@ impl Fold {
             Err(verdict) => return verdict,
         };
         let sent = self.ends.sent_at(now, came, heartbeat.sent_at);
-        self.sources
-            .entry(heartbeat.source.clone())
-            .or_insert_with(SourceFold::new)
-            .heartbeat(now, sent, &heartbeat, &mut self.tree)
+        let moment = self.moment(&heartbeat.source.worker, now);
+        let (fold, kept) = self.sources.entry(&heartbeat.source);
+        let verdict = fold.heartbeat(now, sent, &heartbeat, &mut self.tree);
+        kept.renew(fold, &self.roster, moment);
+        verdict
     }
 
     /// A new registry watch begins, which lists every entry first.
@@ -303,6 +297,7 @@ impl Fold {
                 worker.gone_since.get_or_insert(now);
             }
         }
+        self.sources.void_all();
     }
 
     pub fn worker_put(&mut self, key: &str, value: &[u8]) -> Result<(), BadWorkerEntry> {
@@ -315,25 +310,35 @@ impl Fold {
             is_listed: true,
             entry,
         };
-        self.workers.insert(worker.entry.worker.clone(), worker);
+        let id = worker.entry.worker.clone();
+        let former = self.workers.insert(id.clone(), worker);
+        // Every renewal of a lease comes here.
+        if former.is_some_and(|former| former.gone_since.is_some()) {
+            self.sources.void_worker(&id);
+        }
         Ok(())
     }
 
     pub fn worker_gone(&mut self, now: Instant, key: &str) {
-        let worker = self.subjects.key_worker(key);
-        if let Some(worker) = worker.and_then(|worker| self.workers.get_mut(&worker)) {
+        let Some(id) = self.subjects.key_worker(key) else {
+            return;
+        };
+        if let Some(worker) = self.workers.get_mut(&id) {
             worker.gone_since.get_or_insert(now);
+            self.sources.void_worker(&id);
         }
     }
 
     /// The connection to the plane is lost: expired registrations do not count for now.
     pub fn cut_off(&mut self, now: Instant) {
         self.outage.down(now);
+        self.sources.void_all();
     }
 
     /// The connection to the plane is back.
     pub fn reconnected(&mut self, now: Instant) {
         self.outage.up(now);
+        self.sources.void_all();
     }
 
     // --- time
@@ -342,27 +347,46 @@ impl Fold {
     /// only up to the moment whose log is read: what a lagging reader has not read is not missing.
     pub fn tick(&mut self, now: Instant) {
         let reached = self.ends.reached(self.position);
-        for fold in self.sources.values_mut() {
-            if let Some(reached) = reached {
-                fold.expire(reached);
-            }
-        }
+        self.sources.visit(|_, fold| match reached {
+            Some(reached) => fold.expire(reached),
+            None => Touched::Nothing,
+        });
         self.let_go(now);
         self.ask_back(now);
-        self.memory.removal_bytes = 0;
-        let clock = self.ends.clock_state(now);
-        for (source, fold) in &mut self.sources {
-            let shim = registration(&self.workers, self.outage, &source.worker, now);
-            self.memory.removal_bytes += fold.removals.bytes();
-            let (states, reason) = fold.note_state(now, SourceContext { shim, clock });
+        self.note_states(now);
+    }
+
+    /// Brings the roster, the states' ages and the kept standings up to date.
+    fn note_states(&mut self, now: Instant) {
+        let (clock, outage) = (self.ends.clock_state(now), self.outage);
+        let mut last: Option<(&WorkerId, Registration)> = None;
+        let mut removal_bytes = 0;
+        let (sources, kept) = self.sources.beside_standings();
+        for (source, fold) in sources {
+            removal_bytes += fold.removals.bytes();
             let number = *fold.roster.get_or_insert_with(|| self.roster.add(source));
+            let listed = kept.listed(number, now);
+            if let Some(states) = listed.filter(|_| clock == LogClockState::Known) {
+                fold.history.note_state(now, states.gpu);
+                continue;
+            }
+            // The ranks of a worker follow each other.
+            let shim = match last {
+                Some((worker, shim)) if *worker == source.worker => shim,
+                Some(_) | None => registration(&self.workers, outage, &source.worker, now),
+            };
+            last = Some((&source.worker, shim));
+            let (states, reason) = fold.states(now, SourceContext { shim, clock });
+            fold.history.note_state(now, states.gpu);
             let status = fold.generation().map(|generation| RosterStatus {
                 generation,
                 states,
                 reason,
             });
             self.roster.set(number, status);
+            kept.renew(fold, &self.roster, Moment { now, shim, outage });
         }
+        self.memory.removal_bytes = removal_bytes;
     }
 
     /// Resync requests that are due.
@@ -374,6 +398,8 @@ impl Fold {
         let reload_first = self.reloads.is_some();
         let reachable = self
             .sources
+            .beside_standings()
+            .0
             .iter_mut()
             .filter(|(source, _)| {
                 registration(workers, outage, &source.worker, now) == Registration::Present
@@ -469,6 +495,14 @@ impl Fold {
         }
     }
 
+    fn moment(&self, worker: &WorkerId, now: Instant) -> Moment {
+        Moment {
+            now,
+            shim: registration(&self.workers, self.outage, worker, now),
+            outage: self.outage,
+        }
+    }
+
     /// Whether the source has held a pair since a record.
     #[must_use]
     pub fn hold_span(&self, query: &HoldQuery) -> HoldSpan {
@@ -507,37 +541,25 @@ impl Fold {
         self.roster.page(ask)
     }
 
-    /// The sources that have a number and records, in their order.
-    pub(crate) fn numbered(&self, now: Instant) -> impl Iterator<Item = NumberedSource<'_>> {
-        let mut last: Option<(&WorkerId, SourceContext)> = None;
-        self.sources.iter().filter_map(move |(source, fold)| {
-            // The ranks of a worker follow each other.
-            let context = match last {
-                Some((worker, context)) if *worker == source.worker => context,
-                Some(_) | None => self.context(source, now),
-            };
-            last = Some((&source.worker, context));
-            let detail = fold.detail()?;
-            let (states, reason) = fold.states(now, context);
-            let tiers = source::credited(&states);
-            let number = fold.number().filter(|_| !tiers.is_empty());
-            Some(NumberedSource {
-                source,
-                allowed: number.map(|number| (number, tiers)),
-                status: RosterStatus {
-                    generation: detail.generation,
-                    states,
-                    reason,
-                },
-                detail,
-            })
-        })
+    /// Gives the standing of every source that has a number and records, ascending by number.
+    pub(crate) fn each_standing(&self, now: Instant, take: impl FnMut(&Standing)) {
+        let clock = self.ends.clock_state(now);
+        let judge = |number| {
+            let source = self.roster.source(number)?;
+            let fold = self.sources.get(source)?;
+            let shim = registration(&self.workers, self.outage, &source.worker, now);
+            Standing::of(fold, &self.roster, SourceContext { shim, clock }, now)
+        };
+        let kept = self.sources.kept();
+        match clock {
+            LogClockState::Known => kept.each(now, judge, take),
+            LogClockState::Silent => kept.each_judged(judge, take),
+        }
     }
 
-    /// Whether a reader of the roster up to this version knows another status of the source.
-    pub(crate) fn is_news(&self, numbered: &NumberedSource<'_>, since: u64) -> bool {
-        let number = numbered.detail.source;
-        self.roster.is_news(number, since, numbered.status)
+    /// The name behind a number of the roster.
+    pub(crate) fn source_of(&self, number: RosterNumber) -> Option<&Source> {
+        self.roster.source(number)
     }
 
     /// All pairs that the source holds, in no order.

@@ -36,6 +36,11 @@ impl PlaneOutage {
         self.cut_since.is_some() && self.quiet_until.is_none()
     }
 
+    /// The moment at which [`Self::counts`] changes without a call.
+    pub(super) const fn quiet_ends(&self) -> Option<Instant> {
+        self.quiet_until
+    }
+
     fn is_quiet(&self, now: Instant) -> bool {
         self.cut_since.is_some() && self.quiet_until.is_none_or(|until| now < until)
     }

@@ -48,7 +48,7 @@ impl Fold {
             return Vec::new();
         };
         let mut diverged = Vec::new();
-        for (source, fold) in &mut self.sources {
+        for (source, fold) in self.sources.beside_standings().0 {
             if fold.reload == ReloadState::Wanted {
                 fold.reload = ReloadState::Tried;
                 diverged.extend(fold.generation().map(|fence| (source.clone(), fence)));

@@ -76,10 +76,14 @@ impl Roster {
         }
     }
 
-    /// Whether a reader of the roster up to this version knows another status of the row.
-    pub(super) fn is_news(&self, number: RosterNumber, since: u64, status: RosterStatus) -> bool {
-        let row = self.rows.get(number.index());
-        row.is_some_and(|row| row.changed > since || row.status != Some(status))
+    /// The version that brought this status; `None` if the row has another one.
+    pub(super) fn version_of(&self, number: RosterNumber, status: RosterStatus) -> Option<u64> {
+        let row = self.rows.get(number.index())?;
+        (row.status == Some(status)).then_some(row.changed)
+    }
+
+    pub(super) fn source(&self, number: RosterNumber) -> Option<&Source> {
+        self.rows.get(number.index()).map(|row| &row.source)
     }
 
     /// The oldest changes after a version.

@@ -19,6 +19,7 @@ use super::memory::SetAsideHistory;
 use super::reload::ReloadState;
 use super::removals::{RecentRemovals, RecordPlace};
 use super::resync::ResyncState;
+use super::sources::Touched;
 use super::{HeartbeatVerdict, RecordVerdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
 
@@ -404,10 +405,12 @@ impl SourceFold {
     }
 
     /// Expires deadlines.
-    pub(super) fn expire(&mut self, now: Instant) {
+    pub(super) fn expire(&mut self, now: Instant) -> Touched {
+        let mut touched = Touched::Nothing;
         if self.sequencer.gap_expired(now) {
             self.faults.overdue = true;
             self.resync.request(ResyncReason::Gap);
+            touched = Touched::Standing;
         }
         let is_live = self.is_live(now);
         if let Some(announced) = &mut self.announced {
@@ -421,6 +424,7 @@ impl SourceFold {
                 self.resync.request(ResyncReason::LogLost);
             }
         }
+        touched
     }
 
     /// Stops folding and frees the blocks.
@@ -510,17 +514,6 @@ impl SourceFold {
         }
     }
 
-    /// Records since when the source is in its state, and returns the state.
-    pub(super) fn note_state(
-        &mut self,
-        now: Instant,
-        context: SourceContext,
-    ) -> (Tiers<SourceState>, Option<UnknownReason>) {
-        let (states, reason) = self.states(now, context);
-        self.history.note_state(now, states.gpu);
-        (states, reason)
-    }
-
     /// `None` without a number in the roster, or without records.
     pub(super) fn detail(&self) -> Option<HolderDetail> {
         Some(HolderDetail {
@@ -580,6 +573,11 @@ impl SourceFold {
         } else {
             self.proven
         }
+    }
+
+    /// The moment at which the last proof expires.
+    pub(super) fn proof_ends(&self) -> Option<Instant> {
+        self.proof().map(|proof| proof + PROOF_AGE_MAX)
     }
 
     /// Opens a new generation under a new tree number; the old one's blocks are dead immediately.

@@ -1,4 +1,5 @@
 mod age;
+mod kept;
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -32,7 +32,7 @@ pub(super) fn of_some(
     chain: &[PrefixHash],
     allowed: &[(SourceNumber, TierMask)],
 ) -> Vec<Tiers<u32>> {
-    let mut masks = vec![TierMask::NONE; tree.sources.len()];
+    let mut masks = tree.no_tiers();
     for (number, tiers) in allowed {
         if let Some(mask) = masks.get_mut(number.index()) {
             *mask = *tiers;
@@ -62,34 +62,26 @@ pub(super) fn all(
     }
 }
 
-/// Depth of the deepest block of the chain that each source of `allowed` holds on the GPU, with or
-/// without those above it; 0 if it holds none below the first.
-pub(super) fn deepest(
-    tree: &Tree,
-    chain: &[PrefixHash],
-    allowed: &[(SourceNumber, TierMask)],
-) -> Vec<u32> {
-    let mut depths = vec![None; tree.sources.len()];
-    for (number, tiers) in allowed {
-        if let Some(depth) = depths.get_mut(number.index()) {
-            *depth = tiers.has(Tier::Gpu).then_some(0);
-        }
-    }
+/// Depth of the deepest block of the chain that each source holds on the GPU, with or without those
+/// above it, by source number; 0 if it holds none below the first.
+pub(super) fn deepest(tree: &Tree, chain: &[PrefixHash], allowed: &[TierMask]) -> Vec<u32> {
+    let mut depths = vec![0; tree.sources.len()];
     for stage in tree.way(chain) {
         let run = tree.run(stage.run);
         for (at, lead) in run.leads.iter().enumerate() {
-            if let Some(depth) = &mut depths[lead.source.index()]
-                && *depth == 0
+            let number = lead.source.index();
+            let is_allowed = allowed
+                .get(number)
+                .is_some_and(|tiers| tiers.has(Tier::Gpu));
+            if is_allowed
+                && depths[number] == 0
                 && let Some(offset) = run.last_with(at, stage.matched, Tier::Gpu)
             {
-                *depth = run.start + offset;
+                depths[number] = run.start + offset;
             }
         }
     }
-    let numbers = allowed.iter().map(|(number, _)| number.index());
-    numbers
-        .map(|number| depths.get(number).copied().flatten().unwrap_or(0))
-        .collect()
+    depths
 }
 
 /// Continues every walk that reached the run. Returns true if one passes through it.

@@ -334,17 +334,38 @@ impl Tree {
         lookup::of_some(self, chain, allowed)
     }
 
-    /// Per source of `allowed`, in that order: the number of blocks before its deepest resume point
-    /// on the way through `blocks`; 0 if there is none ([`LocalHash::RESUME_ROOT`]).
+    /// No tier for every source, indexed by its number.
     #[must_use]
-    pub fn resume_depths(
+    pub fn no_tiers(&self) -> Vec<TierMask> {
+        vec![TierMask::NONE; self.sources.len()]
+    }
+
+    /// [`Self::lookup`] with resume points, for every source and its allowed tiers, both indexed by
+    /// its number. `chain` has the prefix hashes of `blocks`.
+    #[must_use]
+    pub fn lookup_credit(
         &self,
         blocks: &[LocalHash],
-        allowed: &[(SourceNumber, TierMask)],
-    ) -> Vec<u32> {
+        chain: &[PrefixHash],
+        allowed: &[TierMask],
+    ) -> Vec<Tiers<u32>> {
+        let mut runs = Vec::new();
+        lookup::all(self, chain, allowed, &mut runs);
+        for (run, depth) in runs.iter_mut().zip(self.resume_depths(blocks, allowed)) {
+            // A source has either runs or resume points.
+            run.gpu = run.gpu.max(depth);
+        }
+        runs
+    }
+
+    /// The number of blocks before each source's deepest resume point on the way through `blocks`,
+    /// indexed by its number; 0 if there is none ([`LocalHash::RESUME_ROOT`]). Empty if no source
+    /// has one.
+    #[must_use]
+    pub fn resume_depths(&self, blocks: &[LocalHash], allowed: &[TierMask]) -> Vec<u32> {
         let root = PrefixHash::after(None, LocalHash::RESUME_ROOT);
         if self.locate(root).is_none() {
-            return vec![0; allowed.len()];
+            return Vec::new();
         }
         let below = prefix_hashes(Some(root), blocks);
         let chain: Vec<_> = std::iter::once(root).chain(below).collect();

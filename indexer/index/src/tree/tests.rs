@@ -167,8 +167,9 @@ fn deepest_resume_point_is_found_below_its_root_only() {
     const ROOT: u64 = LocalHash::RESUME_ROOT.0;
     let mut tree = Tree::new();
     let (points, runs) = (tree.open(), tree.open());
-    let allowed = [(runs, TierMask::ALL), (points, TierMask::ALL)];
-    assert_eq!(tree.resume_depths(&locals(&[1, 2]), &allowed), [0, 0]);
+    assert_eq!((points.index(), runs.index()), (0, 1));
+    let allowed = [TierMask::ALL; 2];
+    assert_eq!(tree.resume_depths(&locals(&[1, 2]), &allowed), []);
     tree.apply(points, &stored(&[], &[ROOT, 1, 2, 3, 4], Tier::Gpu))
         .unwrap();
     let ancestors: [&[u64]; 3] = [&[ROOT], &[ROOT, 1], &[ROOT, 1, 2, 3]];
@@ -183,12 +184,12 @@ fn deepest_resume_point_is_found_below_its_root_only() {
         (&[1], 0),
         (&[], 0),
     ] {
-        assert_eq!(tree.resume_depths(&locals(names), &allowed), [0, depth]);
+        assert_eq!(tree.resume_depths(&locals(names), &allowed), [depth, 0]);
         // A reader without the rule finds nothing.
         assert_eq!(run(&tree, points, names), (0, 0, 0));
     }
-    let unknown = [(points, TierMask::NONE)];
-    assert_eq!(tree.resume_depths(&locals(&[1, 2]), &unknown), [0]);
+    let unknown = [TierMask::NONE, TierMask::ALL];
+    assert_eq!(tree.resume_depths(&locals(&[1, 2]), &unknown), [0, 0]);
 }
 
 #[test]
@@ -778,9 +779,10 @@ proptest! {
                 for (number, held) in numbers.iter().zip(&held) {
                     let run = chain.iter().take_while(|at| held.contains(*at)).count();
                     prop_assert_eq!(runs[number.index()].gpu as usize, run);
-                    let deepest = lookup::deepest(&tree, &chain, &[(*number, TierMask::ALL)]);
+                    let all = vec![TierMask::ALL; tree.sources.len()];
+                    let deepest = lookup::deepest(&tree, &chain, &all)[number.index()];
                     let last = chain.iter().rposition(|at| held.contains(at)).unwrap_or(0);
-                    prop_assert_eq!(deepest[0] as usize, last);
+                    prop_assert_eq!(deepest as usize, last);
                 }
             }
         }
