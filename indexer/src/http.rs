@@ -9,8 +9,8 @@
 //!
 //! Probes, metrics and digests are open. All others show or compute much, and need a key unless the
 //! port is bound to loopback. Their memory is not part of `--max-memory`, and their work
-//! must not delay routers: few bodies and dumps are processed in parallel, on blocking threads; the
-//! others wait for a slot, up to a deadline.
+//! must not delay routers: few bodies and dumps are read in parallel, one body or view is worked at, on
+//! a blocking thread; the others wait for a slot, up to a deadline.
 
 mod dump;
 mod key_file;
@@ -19,12 +19,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
-use axum::extract::rejection::{BytesRejection, JsonRejection};
-use axum::extract::{DefaultBodyLimit, FromRequest as _, Json, Request, State};
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{Json, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use futures_util::StreamExt as _;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -52,6 +52,12 @@ const BODY_BYTES_MAX: usize = 16 << 20;
 const BODIES_MAX: usize = 2;
 const SCANS_MAX: usize = 1;
 
+/// Parallel work on bodies and views, of all kinds together.
+const WORK_MAX: usize = 1;
+
+/// Bytes of a body that are taken in before other tasks have a turn: some 50 µs.
+const BODY_TURN_BYTES: usize = 256 << 10;
+
 /// Deadline for getting a slot.
 const SLOT_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -60,42 +66,41 @@ const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// All routes of an indexer.
 pub fn routes(handle: &Handle) -> RouteTable {
-    let (one, scans) = (RouteTable::default, Limited::new(handle, SCANS_MAX));
+    let work = Arc::new(Semaphore::new(WORK_MAX));
+    let (one, scans) = (RouteTable::default, Limited::new(handle, &work, SCANS_MAX));
     let workers = one().route("/workers", RouteAccess::Read, get(list_workers));
     let metrics = one().route("/metrics", RouteAccess::Open, get(metrics_text));
     let probes = RouteTable::default().probes(&get(|| async { "ok" }), &get(ready));
-    queries(handle)
-        .merge(digests(handle, RouteAccess::Open))
+    // A scrape does not wait for other work.
+    let own = Arc::new(Semaphore::new(WORK_MAX));
+    queries(handle, &work)
+        .merge(digests(handle, &work, RouteAccess::Open))
         .merge(workers.with_state(&scans))
-        .merge(metrics.with_state(&Limited::new(handle, SCANS_MAX)))
+        .merge(metrics.with_state(&Limited::new(handle, &own, SCANS_MAX)))
         .merge(probes.with_state(handle))
 }
 
 /// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer
 /// serves on its admin port.
 pub fn embedded(handle: &Handle) -> RouteTable {
-    queries(handle).merge(digests(handle, RouteAccess::Read))
+    let work = Arc::new(Semaphore::new(WORK_MAX));
+    queries(handle, &work).merge(digests(handle, &work, RouteAccess::Read))
 }
 
 /// `/v1/digest`, which names workers and counts as the metrics do.
-fn digests(handle: &Handle, access: RouteAccess) -> RouteTable {
+fn digests(handle: &Handle, work: &Arc<Semaphore>, access: RouteAccess) -> RouteTable {
     let table = RouteTable::default().route("/v1/digest", access, get(digest));
-    table.with_state(&Limited::new(handle, SCANS_MAX))
+    table.with_state(&Limited::new(handle, work, SCANS_MAX))
 }
 
-fn queries(handle: &Handle) -> RouteTable {
-    let body_max = || DefaultBodyLimit::max(BODY_BYTES_MAX);
+fn queries(handle: &Handle, work: &Arc<Semaphore>) -> RouteTable {
     let queries = RouteTable::default()
-        .route("/query", RouteAccess::Read, post(query).layer(body_max()))
-        .route(
-            "/query_by_hash",
-            RouteAccess::Read,
-            post(query_by_hash).layer(body_max()),
-        );
+        .route("/query", RouteAccess::Read, post(query))
+        .route("/query_by_hash", RouteAccess::Read, post(query_by_hash));
     let dumps = RouteTable::default().route("/dump", RouteAccess::Read, get(dump::dump));
     queries
-        .with_state(&Limited::new(handle, BODIES_MAX))
-        .merge(dumps.with_state(&Limited::new(handle, SCANS_MAX)))
+        .with_state(&Limited::new(handle, work, BODIES_MAX))
+        .merge(dumps.with_state(&Limited::new(handle, work, SCANS_MAX)))
 }
 
 /// The index for requests of one kind, few of which are processed in parallel.
@@ -103,13 +108,15 @@ fn queries(handle: &Handle) -> RouteTable {
 struct Limited {
     handle: Handle,
     slots: Arc<Semaphore>,
+    work: Arc<Semaphore>,
 }
 
 impl Limited {
-    fn new(handle: &Handle, parallel: usize) -> Self {
+    fn new(handle: &Handle, work: &Arc<Semaphore>, parallel: usize) -> Self {
         Self {
             handle: handle.clone(),
             slots: Arc::new(Semaphore::new(parallel)),
+            work: Arc::clone(work),
         }
     }
 
@@ -131,9 +138,11 @@ impl Limited {
         work: impl FnOnce(&Handle) -> Result<Response, HttpError> + Send + 'static,
     ) -> Response {
         let handle = self.handle.clone();
+        // It is never closed, and what it waits for is bounded work.
+        let place = Arc::clone(&self.work).acquire_owned().await;
         let response = blocking::run(move || {
             let response = work(&handle);
-            drop(slot);
+            drop((place, slot));
             response
         });
         match response.await {
@@ -157,7 +166,7 @@ impl Limited {
             status: StatusCode::REQUEST_TIMEOUT,
             message: format!("the body takes longer than {BODY_DEADLINE:?}"),
         };
-        let body = timeout(BODY_DEADLINE, Bytes::from_request(request, &()));
+        let body = timeout(BODY_DEADLINE, body_of(request));
         let body = body.await.map_err(late)??;
         let answer = move |handle: &Handle| {
             let Json(query) = Json::from_bytes(&body)?;
@@ -166,6 +175,29 @@ impl Limited {
         };
         Ok(self.respond(slot, answer).await)
     }
+}
+
+/// A request's body. It is joined as it comes, because joining megabytes at its end would keep a
+/// thread of the runtime for milliseconds.
+async fn body_of(request: Request) -> Result<Vec<u8>, HttpError> {
+    let mut chunks = request.into_body().into_data_stream();
+    let (mut body, mut turn) = (Vec::new(), 0);
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(|error| HttpError::bad(error.to_string()))?;
+        if body.len() + chunk.len() > BODY_BYTES_MAX {
+            return Err(HttpError {
+                status: StatusCode::PAYLOAD_TOO_LARGE,
+                message: format!("the body has more than {BODY_BYTES_MAX} bytes"),
+            });
+        }
+        body.extend_from_slice(&chunk);
+        turn += chunk.len();
+        if turn >= BODY_TURN_BYTES {
+            turn = 0;
+            tokio::task::yield_now().await;
+        }
+    }
+    Ok(body)
 }
 
 fn check_content_type(headers: &HeaderMap) -> Result<(), HttpError> {
@@ -198,15 +230,6 @@ impl HttpError {
 
 impl From<JsonRejection> for HttpError {
     fn from(rejection: JsonRejection) -> Self {
-        Self {
-            status: rejection.status(),
-            message: rejection.body_text(),
-        }
-    }
-}
-
-impl From<BytesRejection> for HttpError {
-    fn from(rejection: BytesRejection) -> Self {
         Self {
             status: rejection.status(),
             message: rejection.body_text(),

@@ -13,9 +13,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use fastrand::Rng;
 use prometheus::IntCounter;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::{Plane, PlaneError, RegistryEvent, RegistryWatch};
+use warmroute_plane::{Plane, PlaneError, RegistryEvent, RegistryWatch, after_arrivals};
 use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
@@ -62,6 +62,7 @@ pub struct IndexClient {
     pub(crate) subjects: Subjects,
     indexers: Arc<Mutex<IndexerPool>>,
     pub(crate) rosters: Arc<IndexerRosters>,
+    hedge: Duration,
 }
 
 impl IndexClient {
@@ -72,7 +73,14 @@ impl IndexClient {
             subjects,
             indexers: Arc::default(),
             rosters: Arc::default(),
+            hedge: HEDGE,
         }
+    }
+
+    /// Queries a second replica after another time than [`HEDGE`]; never from [`DEADLINE`] on.
+    #[must_use]
+    pub fn hedged_after(self, hedge: Duration) -> Self {
+        Self { hedge, ..self }
     }
 
     pub async fn ask(&self, blocks: &[LocalHash]) -> Result<IndexReply, IndexError> {
@@ -232,16 +240,24 @@ impl IndexClient {
     ) -> Result<IndexReply, IndexError> {
         let started = Instant::now();
         let mut early = Box::pin(self.ask_one(first, blocks, DEADLINE));
-        let has_failed = tokio::select! {
+        let failed = tokio::select! {
+            biased;
             answer = &mut early => match answer {
                 Ok(answer) => return Ok(answer),
-                Err(_) => true,
+                Err(error) => Some(error),
             },
-            () = sleep(HEDGE) => false,
+            () = after_arrivals(started + self.hedge) => None,
         };
         let left = DEADLINE.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            // This process was held up: a second replica could not answer in time.
+            return match failed {
+                Some(error) => Err(error),
+                None => early.await,
+            };
+        }
         let mut late = Box::pin(self.ask_one(second, blocks, left));
-        if has_failed {
+        if failed.is_some() {
             return late.await;
         }
         tokio::select! {

@@ -26,6 +26,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::Stream;
 use tokio::sync::{oneshot, watch};
+use tokio::task::yield_now;
+use tokio::time::{Instant, sleep_until};
 
 pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseWrite};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
@@ -41,6 +43,20 @@ use warmroute_proto::LogPosition;
 
 /// Delay before a plane operation that failed is tried again.
 pub const RETRY_DELAY: Duration = Duration::from_millis(500);
+
+/// Turns that other tasks have after a deadline. An answer passes two tasks of this process: the
+/// connection's and the inbox's.
+const TURNS_AFTER_DEADLINE: usize = 4;
+
+/// Ends after a moment, when what had arrived by then was passed on. A process that had no processor
+/// finds its timers and its sockets due together, and would take an answer that came in time for a
+/// late one.
+pub async fn after_arrivals(at: Instant) {
+    sleep_until(at).await;
+    for _ in 0..TURNS_AFTER_DEADLINE {
+        yield_now().await;
+    }
+}
 
 pub type PlaneFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, PlaneError>> + Send + 'a>>;
 

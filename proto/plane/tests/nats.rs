@@ -20,6 +20,7 @@ use bytes::Bytes;
 use conformance::{Fixture, Steps};
 use futures_util::StreamExt;
 use nats_server::NatsServer;
+use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 use warmroute_plane::{
     Broadcast, Connection, InitConfig, Lease, LeaseWrite, LogTail, NatsAuth, NatsConfig, NatsError,
@@ -75,6 +76,39 @@ impl Fixture for Nats {
 }
 
 conformance::suite!(suite, super::nats);
+
+/// The answer waits in the socket while its asker has no processor until after the deadline.
+#[tokio::test]
+async fn an_answer_that_came_in_time_is_not_late() {
+    let Nats { plane, server } = nats().await;
+    let config = config(&server);
+    let (taken, mut asked) = mpsc::channel(1);
+    let answer_all = async move {
+        let other = NatsPlane::connect(config).await.unwrap();
+        let mut requests = other.serve("wr.t.query".into()).await.unwrap();
+        taken.send(()).await.unwrap();
+        while let Some(request) = requests.next().await {
+            request.reply.send(Bytes::from("!"));
+            taken.send(()).await.unwrap();
+        }
+    };
+    std::thread::spawn(|| {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().build().unwrap();
+        runtime.block_on(answer_all);
+    });
+    asked.recv().await.unwrap();
+    let deadline = Duration::from_millis(500);
+    for _ in 0..3 {
+        let hold_up = async {
+            asked.recv().await.unwrap();
+            std::thread::sleep(2 * deadline);
+        };
+        let request = plane.request("wr.t.query".into(), Bytes::from("?"), deadline);
+        let (answer, ()) = tokio::join!(request, hold_up);
+        assert_eq!(answer.unwrap(), Bytes::from("!"));
+    }
+}
 
 const SUBJECT: &str = "wr.t.kv.a.0";
 

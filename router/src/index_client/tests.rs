@@ -1,4 +1,8 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Waker};
+
 use futures_util::StreamExt as _;
+use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
 use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, PutIf};
 use warmroute_proto::codec::Message as _;
@@ -126,6 +130,63 @@ async fn with_two_replicas_one_that_hangs_costs_only_the_hedge() {
         (1..50).contains(&slow),
         "{slow} of 50 queries were sent twice"
     );
+}
+
+/// A router without a processor for a while finds answer and timers due together.
+#[tokio::test(start_paused = true)]
+async fn no_second_replica_is_queried_if_the_answer_is_there() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    let queries = Arc::new(AtomicUsize::new(0));
+    for id in ["a", "b"] {
+        let mut requests = plane.serve(subjects().query_at(id)).await.unwrap();
+        let queries = Arc::clone(&queries);
+        tasks.spawn(async move {
+            while let Some(request) = requests.next().await {
+                queries.fetch_add(1, Ordering::Relaxed);
+                let answer = IndexAnswer::Runs {
+                    log: LOG,
+                    position: LogPosition(7),
+                    sources: Vec::new(),
+                };
+                request.reply.send(codec::encode(&answer).unwrap().into());
+            }
+        });
+    }
+    for asked in 1..=50 {
+        let client = client(&plane, &["a", "b"]);
+        let mut ask = std::pin::pin!(client.ask(&[LocalHash(1)]));
+        assert!(
+            ask.as_mut()
+                .poll(&mut Context::from_waker(Waker::noop()))
+                .is_pending()
+        );
+        while queries.load(Ordering::Relaxed) < asked {
+            tokio::task::yield_now().await;
+        }
+        tokio::time::advance(2 * DEADLINE).await;
+        assert_eq!(position(&ask.await.unwrap()), 7);
+        assert_eq!(queries.load(Ordering::Relaxed), asked);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_second_replica_is_queried_without_time_for_its_answer() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "hangs", None).await;
+    serve(&tasks, &plane, "hangs-too", None).await;
+    let client = client(&plane, &["hangs", "hangs-too"]);
+    let mut ask = std::pin::pin!(client.ask(&[LocalHash(1)]));
+    assert!(
+        ask.as_mut()
+            .poll(&mut Context::from_waker(Waker::noop()))
+            .is_pending()
+    );
+    tokio::time::advance(2 * DEADLINE).await;
+    assert!(ask.await.is_err());
+    let now = Instant::now().into_std();
+    let suspects = client.indexers().suspects(now).into_iter();
+    let suspects = suspects.filter(|(_, is_suspect)| *is_suspect).count();
+    assert_eq!(suspects, 1, "the one that was asked");
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,12 +4,14 @@
 
 use std::io::Write as _;
 use std::net::TcpStream;
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use bytes::Bytes;
+use clap::ValueEnum;
 use prometheus::IntCounter;
 use tokio::time::{Instant, interval, sleep};
 use tokio_util::sync::CancellationToken;
@@ -41,6 +43,9 @@ const QUERIES: usize = 2_000;
 const ATTACKED_BLOCKS: u64 = 20_000;
 const ATTACK: Duration = Duration::from_secs(10);
 const QUERY_INTERVAL: Duration = Duration::from_millis(10);
+/// Longer than the deadline of a query, shorter than a lease.
+const PAUSE: Duration = Duration::from_millis(30);
+const PAUSE_PERIOD: Duration = Duration::from_millis(300);
 const END_MAX: Duration = Duration::from_secs(120);
 /// Well below the validity of a proof.
 const HEARTBEATS_EVERY: Duration = Duration::from_secs(2);
@@ -278,8 +283,8 @@ pub(crate) async fn sizes(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
 }
 
 /// What four clients do to the indexer's port.
-#[derive(Clone, Copy)]
-enum Attack {
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Attack {
     None,
     Dumps,
     UnreadDumps,
@@ -287,7 +292,9 @@ enum Attack {
     Digests,
 }
 
-/// Queries beside four clients that load the indexer's port as much as it lets them.
+/// Queries beside four clients that load the indexer's port as much as it lets them. The clients
+/// are a process of the lowest priority: they stand for other machines, and must take neither
+/// processors nor threads from the queries.
 pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
     let blocks_of = |number: u32| {
         let own = u64::from(number) << 40;
@@ -316,13 +323,7 @@ pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> 
         (Attack::Digests, "four clients read digests"),
         (Attack::None, "quiet again"),
     ] {
-        let stop = CancellationToken::new();
-        let tasks = TaskTracker::new();
-        for _ in 0..4 {
-            let client = attacker(attack, stage.indexer.base().to_owned());
-            let stop = stop.clone();
-            tasks.spawn(async move { stop.run_until_cancelled(client).await });
-        }
+        let clients = AttackClients::start(attack, stage.indexer.base())?;
         let mut samples = Vec::new();
         let mut ticks = interval(QUERY_INTERVAL);
         let begun = Instant::now();
@@ -333,9 +334,7 @@ pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> 
             answer.await?;
             samples.push(begun.elapsed());
         }
-        stop.cancel();
-        tasks.close();
-        tasks.wait().await;
+        drop(clients);
         let late = samples.iter().filter(|sample| **sample > DEADLINE).count();
         let share = late as f64 * 100.0 / samples.len() as f64;
         let mut figure = Figure::of("", None, samples.len() as u64, &mut samples);
@@ -352,6 +351,41 @@ pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> 
     }
     stage.end().await;
     Ok(figures)
+}
+
+/// The clients of an attack, killed when dropped.
+struct AttackClients(Option<Child>);
+
+impl AttackClients {
+    fn start(attack: Attack, base: &str) -> anyhow::Result<Self> {
+        let Some(name) = attack
+            .to_possible_value()
+            .filter(|_| attack != Attack::None)
+        else {
+            return Ok(Self(None));
+        };
+        let clients = Command::new("nice")
+            .args(["-n", "19"])
+            .arg(std::env::current_exe()?)
+            .args(["--attack", name.get_name(), "--base", base])
+            .spawn()?;
+        Ok(Self(Some(clients)))
+    }
+}
+
+impl Drop for AttackClients {
+    fn drop(&mut self) {
+        if let Some(clients) = &mut self.0 {
+            // The process may have ended already.
+            drop(clients.kill().and_then(|()| clients.wait()));
+        }
+    }
+}
+
+/// Attacks until killed.
+pub(crate) async fn attack(attack: Attack, base: &str) {
+    let clients: [_; 4] = std::array::from_fn(|_| attacker(attack, base.to_owned()));
+    futures_util::future::join_all(clients).await;
 }
 
 async fn attacker(attack: Attack, base: String) {
@@ -390,58 +424,120 @@ async fn attacker(attack: Attack, base: String) {
     }
 }
 
-/// The share of a router's queries without an answer in time, on a machine where this many threads
-/// compute: with one indexer, then with two.
+/// What keeps two indexers from answering.
+#[derive(Clone, Copy)]
+enum Hindrance {
+    /// This many threads compute.
+    BusyThreads(usize),
+    /// Each indexer in turn is stopped for [`PAUSE`] of [`PAUSE_PERIOD`].
+    Pauses,
+}
+
+/// The share of a router's queries without an answer in time, with two indexers: every second query
+/// may ask the second one, so that both ways meet the same load.
 pub(crate) async fn misses(server: &NatsServer, threads: usize) -> anyhow::Result<Vec<Figure>> {
-    let blocks_of = |_| prompt();
-    let stage = FleetStage::start(server, 64, blocks_of).await?;
+    let stage = FleetStage::start(server, 64, |_| prompt()).await?;
+    let second = Indexer::start(server, &stage.namespace)?;
+    while second.exact().await? < 64 {
+        sleep(Duration::from_millis(200)).await;
+    }
     let stop = CancellationToken::new();
     let plane = NatsPlane::connect(config(server, &stage.namespace, "router")).await?;
-    let client = IndexClient::new(Arc::new(plane), Subjects::new(&stage.namespace));
+    let plane: Arc<dyn Plane> = Arc::new(plane);
+    let subjects = Subjects::new(&stage.namespace);
+    let client = || IndexClient::new(Arc::clone(&plane), subjects.clone());
+    let clients = [client().hedged_after(DEADLINE), client()];
     let unread = IntCounter::new("unread", "unread")?;
     let tasks = TaskTracker::new();
-    tasks.spawn(client.clone().follow_replicas(unread, stop.clone()));
-    tasks.spawn(client.clone().follow_rosters(stop.clone()));
-    let is_busy = Arc::new(AtomicBool::new(true));
-    let busy: Vec<_> = (0..threads)
-        .map(|_| {
-            let is_busy = Arc::clone(&is_busy);
-            std::thread::spawn(move || {
-                while is_busy.load(Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
-            })
-        })
-        .collect();
-    let mut figures = Vec::new();
-    let mut second = None;
-    for indexers in [1, 2] {
-        if indexers == 2 {
-            let another = Indexer::start(server, &stage.namespace)?;
-            while another.exact().await? < 64 {
-                sleep(Duration::from_millis(200)).await;
-            }
-            second = Some(another);
-        }
-        sleep(Duration::from_secs(8)).await;
-        let (mut samples, mut missed) = (Vec::new(), 0);
-        let mut ticks = interval(QUERY_INTERVAL);
-        for _ in 0..QUERIES {
-            ticks.tick().await;
-            let begun = Instant::now();
-            missed += u64::from(client.ask(&prompt()).await.is_err());
-            samples.push(begun.elapsed());
-        }
-        let share = missed as f64 * 100.0 / QUERIES as f64;
-        let what = format!("{indexers} indexers, {threads} busy threads: {share:.2} % missed");
-        figures.push(Figure::of(&what, None, QUERIES as u64, &mut samples));
+    for client in &clients {
+        let follow = client.clone().follow_replicas(unread.clone(), stop.clone());
+        tasks.spawn(follow);
+        tasks.spawn(client.clone().follow_rosters(stop.clone()));
     }
-    drop(second);
-    is_busy.store(false, Ordering::Relaxed);
-    busy.into_iter().for_each(|thread| drop(thread.join()));
+    sleep(Duration::from_secs(2)).await;
+    let mut figures = Vec::new();
+    for hindrance in [Hindrance::BusyThreads(threads), Hindrance::Pauses] {
+        let indexers = [&stage.indexer, &second];
+        figures.extend(missed(&clients, indexers, hindrance).await?);
+    }
     stop.cancel();
     tasks.close();
     tasks.wait().await;
+    drop(second);
     stage.end().await;
     Ok(figures)
+}
+
+/// One figure for the client that asks one indexer, and one for that which asks a second one.
+async fn missed(
+    clients: &[IndexClient; 2],
+    indexers: [&Indexer; 2],
+    hindrance: Hindrance,
+) -> anyhow::Result<[Figure; 2]> {
+    let answered =
+        async || anyhow::Ok(indexers[0].answered().await? + indexers[1].answered().await?);
+    let before = answered().await?;
+    let is_over = Arc::new(AtomicBool::new(false));
+    let busy: Vec<_> = match hindrance {
+        Hindrance::BusyThreads(threads) => (0..threads).map(|_| spin(&is_over)).collect(),
+        Hindrance::Pauses => Vec::new(),
+    };
+    let pauses = async {
+        let mut ticks = interval(PAUSE_PERIOD);
+        for indexer in indexers.into_iter().cycle() {
+            ticks.tick().await;
+            if matches!(hindrance, Hindrance::Pauses) {
+                indexer.pause(PAUSE).await?;
+            }
+        }
+        anyhow::Ok(())
+    };
+    let queries = async {
+        let mut taken = [(Vec::new(), 0), (Vec::new(), 0)];
+        let mut ticks = interval(QUERY_INTERVAL);
+        for _ in 0..QUERIES {
+            for (client, (samples, missed)) in clients.iter().zip(&mut taken) {
+                ticks.tick().await;
+                let begun = Instant::now();
+                *missed += u64::from(client.ask(&prompt()).await.is_err());
+                samples.push(begun.elapsed());
+            }
+        }
+        taken
+    };
+    let taken = tokio::select! {
+        ended = pauses => return Err(ended.err().context("pauses do not end")?),
+        taken = queries => taken,
+    };
+    is_over.store(true, Ordering::Relaxed);
+    busy.into_iter().for_each(|thread| drop(thread.join()));
+    // What was answered too late counts too.
+    sleep(Duration::from_millis(200)).await;
+    let twice = (answered().await? - before).saturating_sub(2 * QUERIES as u64);
+    let percent = |count: u64| count as f64 * 100.0 / QUERIES as f64;
+    let what = match hindrance {
+        Hindrance::BusyThreads(threads) => format!("{threads} busy threads"),
+        Hindrance::Pauses => "indexers stopped in turn".to_owned(),
+    };
+    let asked = [
+        "one indexer".to_owned(),
+        format!("a second one for {:.2} %", percent(twice)),
+    ];
+    let figure = |(asked, (mut samples, missed)): (String, (Vec<Duration>, u64))| {
+        let what = format!("{what}, {asked}: {:.2} % missed", percent(missed));
+        Figure::of(&what, None, QUERIES as u64, &mut samples)
+    };
+    let [one, two] = taken;
+    let [of_one, of_two] = asked;
+    Ok([figure((of_one, one)), figure((of_two, two))])
+}
+
+/// A thread that computes until it is over.
+fn spin(is_over: &Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
+    let is_over = Arc::clone(is_over);
+    std::thread::spawn(move || {
+        while !is_over.load(Ordering::Relaxed) {
+            std::hint::spin_loop();
+        }
+    })
 }

@@ -48,6 +48,12 @@ struct Args {
     /// warmroute-indexer-under-test beside this binary.
     #[arg(long)]
     restart_million_entries: Option<u64>,
+    /// Be the clients of an attack.
+    #[arg(long, hide = true, requires = "base")]
+    attack: Option<fleet::Attack>,
+    /// The URL that they attack.
+    #[arg(long, hide = true)]
+    base: Option<String>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -72,6 +78,10 @@ async fn main() -> anyhow::Result<()> {
 }
 
 async fn measure(args: Args) -> anyhow::Result<()> {
+    if let (Some(attack), Some(base)) = (args.attack, &args.base) {
+        fleet::attack(attack, base).await;
+        return Ok(());
+    }
     let server = server::start().await;
     if let Some(millions) = args.restart_million_entries {
         let restart = restart::restart(&server, millions * 1_000_000).await?;

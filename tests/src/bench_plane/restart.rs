@@ -269,6 +269,23 @@ impl Indexer {
         self.metric("sources{state=\"exact\"}").await
     }
 
+    /// Queries that it answered so far.
+    pub(crate) async fn answered(&self) -> anyhow::Result<u64> {
+        self.metric("queries_total{outcome=\"answered\"}").await
+    }
+
+    /// Stops the process for a while, as a machine that is suspended.
+    pub(crate) async fn pause(&self, time: Duration) -> anyhow::Result<()> {
+        let signal = |name: &str| {
+            let pid = self.child.id().to_string();
+            Command::new("kill").args(["-s", name, &pid]).status()
+        };
+        signal("STOP")?;
+        sleep(time).await;
+        signal("CONT")?;
+        Ok(())
+    }
+
     pub(crate) async fn resident_bytes(&self) -> anyhow::Result<u64> {
         self.metric("resident_bytes").await
     }

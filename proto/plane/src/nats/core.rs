@@ -26,7 +26,7 @@ use tokio_util::task::TaskTracker;
 
 use super::layout::Layout;
 use super::link::{NatsLink, POLL, count};
-use crate::PlaneError;
+use crate::{PlaneError, after_arrivals};
 use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
 /// Time-out of acknowledgements and of answers of the API.
@@ -362,16 +362,20 @@ pub(super) struct PendingReply {
 
 impl PendingReply {
     pub(super) async fn answer(mut self) -> Result<Message, PlaneError> {
-        match timeout_at(self.deadline, &mut self.answer).await {
-            Ok(Ok(message)) if message.status == Some(StatusCode::NO_RESPONDERS) => {
+        let answer = tokio::select! {
+            biased;
+            answer = &mut self.answer => answer,
+            () = after_arrivals(self.deadline) => {
+                count(&self.link.counters.answers_late);
+                return Err(unavailable("no answer in time"));
+            }
+        };
+        match answer {
+            Ok(message) if message.status == Some(StatusCode::NO_RESPONDERS) => {
                 Err(unavailable("no server for this subject"))
             }
-            Ok(Ok(message)) => Ok(message),
-            Ok(Err(_)) => Err(unavailable("the connection was lost")),
-            Err(_) => {
-                count(&self.link.counters.answers_late);
-                Err(unavailable("no answer in time"))
-            }
+            Ok(message) => Ok(message),
+            Err(_) => Err(unavailable("the connection was lost")),
         }
     }
 }

@@ -318,3 +318,49 @@ fn no_kept_proof_counts_while_the_clock_is_silent() {
     world.fold.observe_clock(world.now, world.now, unix_ns);
     assert_eq!(holders(&world, "a"), ["w/0"]);
 }
+
+#[test]
+fn a_record_that_becomes_overdue_ends_kept_credit() {
+    let mut world = World::new();
+    world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
+    let next = world.shim("w/0").record(Vec::new());
+    drop(world.shim("w/0").record(Vec::new()));
+    assert_eq!(world.heartbeat("w/0"), HeartbeatVerdict::Behind);
+    world.wait(source::PATIENCE - Duration::from_secs(1));
+    world.deliver_record(&next);
+    world.now += Duration::from_millis(999);
+    assert_eq!(holders(&world, "a"), ["w/0"]);
+    world.wait(Duration::from_millis(1));
+    assert_eq!(holders(&world, "a"), [""; 0]);
+}
+
+#[test]
+fn the_roster_follows_what_is_kept() {
+    let mut world = World::new();
+    world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
+    let listed = |world: &World| {
+        let page = world.fold.roster_page(&RosterPageRequest::default());
+        page.rows[0].status.map(|status| status.states.gpu)
+    };
+    for state in [TierState::Complete, TierState::Partial] {
+        world.shim("w/0").states.gpu = state;
+        world.heartbeat("w/0");
+        world.wait(Duration::ZERO);
+        assert_eq!(listed(&world), Some(state.into()));
+    }
+}
+
+#[test]
+fn a_freed_source_is_listed_as_gone() {
+    let mut world = World::new();
+    world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
+    world.fold.watch_begins();
+    world.fold.watch_is_current(world.now);
+    let reasons = [0, 30, 31].map(|secs| {
+        world.wait(Duration::from_secs(secs));
+        let page = world.fold.roster_page(&RosterPageRequest::default());
+        page.rows[0].status.unwrap().reason
+    });
+    let (no_proof, gone) = (UnknownReason::NoProof, UnknownReason::ShimGone);
+    assert_eq!(reasons, [None, Some(no_proof), Some(gone)]);
+}
