@@ -183,6 +183,18 @@ fn a_model_without_full_attention_places_its_blocks_by_vllms_hashes() {
     assert_eq!(follower.gpu(), TierState::Partial);
 }
 
+#[test]
+fn four_different_windows_are_counted_and_a_fifth_ends_credit() {
+    for (windows, state) in [(4, TierState::Complete), (5, TierState::Stale)] {
+        let of_group = |group| event(store_in(group, sliding(group + 2), None, &PROMPT));
+        let mut events: Vec<CacheEvent> = (0..windows).map(of_group).collect();
+        events.push(event(store_in(windows, GroupKind::Main, None, &PROMPT)));
+        let mut follower = whole(Start::Empty);
+        follower.apply(events);
+        assert_eq!(follower.gpu(), state, "{windows} windows");
+    }
+}
+
 /// Hashes of another function place nothing, but an event that names all its blocks needs no place.
 #[test]
 fn a_store_of_windows_only_that_names_all_its_blocks_counts_whatever_its_hashes() {
@@ -192,6 +204,25 @@ fn a_store_of_windows_only_that_names_all_its_blocks_counts_whatever_its_hashes(
     follower.apply(vec![event(stored)]);
     assert_eq!(credit(&follower.mirror, &PROMPT, 5), 5);
     assert_eq!(follower.gpu(), TierState::Complete);
+}
+
+#[test]
+fn removed_blocks_of_windows_only_leave_nothing_behind() {
+    let length = |mirror: &Mirror| {
+        let mut bytes = Vec::new();
+        mirror.block_chain.write(&mut bytes);
+        bytes.len()
+    };
+    let mut follower = whole(Start::Empty);
+    let empty = length(&follower.mirror);
+    let names = (1..=5).map(|end| Engine::name(&PROMPT[..end]));
+    let mut stored = store_in(0, sliding(3), None, &PROMPT);
+    stored.hashes = names.clone().collect();
+    follower.apply(vec![event(stored)]);
+    assert!(length(&follower.mirror) > empty);
+    let removals = names.map(|name| removed_from(name.0, Medium::Gpu, 0));
+    follower.apply(removals.collect());
+    assert_eq!(length(&follower.mirror), empty);
 }
 
 const PROMPT: [u32; 5] = [1, 2, 3, 4, 5];
