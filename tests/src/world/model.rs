@@ -201,6 +201,23 @@ impl Model {
     }
 }
 
+/// The pair of a prefix in GPU memory, from its token ids and nothing of an engine's events.
+pub fn gpu_pair(tokens: &[u32], block_size: usize, salt: Option<&str>) -> Pair {
+    let first = Block {
+        parent: None,
+        tokens: Vec::new(),
+        lora: None,
+        salt: salt.map(str::to_owned),
+        name: None,
+    };
+    let locals = tokens.chunks_exact(block_size).map(|block| {
+        let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
+        xxh3_64_with_seed(&bytes, first.seed())
+    });
+    let prefix = locals.fold(None, |above, local| Some(chain(above, local)));
+    (prefix.expect("a whole block"), 0)
+}
+
 impl Block {
     /// Salt and adapter stand in the first block; its descendants inherit them.
     fn seed(&self) -> u64 {
@@ -220,7 +237,8 @@ fn block(event: &Value, index: usize, tokens: &[u32], parent: Option<String>) ->
         .flat_map(|token| token.to_le_bytes())
         .collect();
     let lora = event["lora_name"].as_str().map(str::to_owned);
-    let mut salt = None;
+    // SGLang has it in the event, vLLM in the extra keys.
+    let mut salt = event["cache_salt"].as_str().map(str::to_owned);
     let mut items = Vec::new();
     for key in event["extra_keys"].get(index).map_or(&[][..], list) {
         match key {

@@ -1,4 +1,4 @@
-//! Frames that real vLLM 0.32 servers published.
+//! Frames that real vLLM 0.32 servers and the publisher of SGLang 0.5.23 published.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,15 +9,16 @@ use warmroute_proto::query::SourceState;
 
 use crate::pipeline::Pipeline;
 use crate::world::{Claim, Consumer as _};
-use warmroute_tests::world::model::{Model, Pair, Rules};
+use warmroute_tests::world::model::{Model, Pair, Rules, gpu_pair};
+
+const TESTDATA: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../publisher-shim/mirror/testdata"
+);
 
 /// The live batches of a capture by data-parallel rank: number and payload.
 fn capture(name: &str) -> BTreeMap<u64, Vec<(u64, Bytes)>> {
-    let path = format!(
-        "{}/../publisher-shim/mirror/testdata/{name}.bin",
-        env!("CARGO_MANIFEST_DIR")
-    );
-    let mut bytes = Bytes::from(fs::read(path).unwrap());
+    let mut bytes = Bytes::from(fs::read(format!("{TESTDATA}/{name}.bin")).unwrap());
     let mut ranks: BTreeMap<u64, Vec<(u64, Bytes)>> = BTreeMap::new();
     while bytes.has_remaining() {
         let _captured_unix_ns = bytes.get_u64();
@@ -154,4 +155,28 @@ fn preemptions_seen_by_a_late_joiner() {
         last = claim.held.len();
     });
     assert_eq!(last, 3);
+}
+
+/// Stores, a split node, salts, evictions and a reset of two SGLang ranks: the claim is also what
+/// SGLang's own tree holds at the end.
+#[test]
+fn sglang_ranks_hold_what_their_trees_hold() {
+    let first = Pipeline::new();
+    let second = first.beside();
+    for (rank, pipeline) in (0..).zip([first, second]) {
+        let name = format!("sglang0523_rank{rank}");
+        let mut held = BTreeSet::new();
+        follow(pipeline, &capture(&name)[&rank], |seq, claim, model| {
+            assert_eq!(claim.states.gpu, SourceState::Exact, "{name} batch {seq}");
+            assert_eq!(claim.held, model.0, "{name} batch {seq}");
+            held.clone_from(&claim.held);
+        });
+        let tree = fs::read_to_string(format!("{TESTDATA}/{name}.held.json")).unwrap();
+        let tree: Vec<(Option<String>, Vec<u32>)> = serde_json::from_str(&tree).unwrap();
+        let pair =
+            |(salt, tokens): &(Option<String>, Vec<u32>)| gpu_pair(tokens, 16, salt.as_deref());
+        let expected: BTreeSet<Pair> = tree.iter().map(pair).collect();
+        assert!(expected.len() >= 9, "{name}");
+        assert_eq!(held, expected, "{name}");
+    }
 }

@@ -79,6 +79,8 @@ fn captures_from_the_start_are_complete_after_every_batch() {
         ("v032_dp2", 0),
         ("v032_dp2", 1),
         ("v032_hybrid_gemma", 0),
+        ("sglang0523_rank0", 0),
+        ("sglang0523_rank1", 1),
     ] {
         let world = play(name, rank, |world, _| assert_eq!(world.gpu(), GPU));
         assert_eq!(world.last_generation(), 5, "{name}");
@@ -101,19 +103,26 @@ fn the_capture_that_starts_late_is_partial_until_the_clear() {
 
 #[test]
 fn a_captured_replay_ends_where_the_live_capture_ends() {
-    let live = play("v032_basic", 0, |_, _| {});
-    let mut world = World::new(true);
-    for frames in capture("v032_replay0") {
-        match replay_frames(&frames).unwrap() {
-            ReplayFrames::Batch { payload, .. } => {
-                world.engine.batches.push(Bytes::copy_from_slice(payload));
+    for (replay, live) in [
+        ("v032_replay0", "v032_basic"),
+        ("sglang0523_replay", "sglang0523_rank0"),
+    ] {
+        let live = play(live, 0, |_, _| {});
+        let mut world = World::new(true);
+        let mut ends = 0;
+        for frames in capture(replay) {
+            match replay_frames(&frames).unwrap() {
+                ReplayFrames::Batch { payload, .. } => {
+                    world.engine.batches.push(Bytes::copy_from_slice(payload));
+                }
+                ReplayFrames::End => ends += 1,
             }
-            ReplayFrames::End => {}
         }
+        world.start();
+        assert_eq!(ends, 1, "{replay}");
+        assert_eq!(world.reader.held(), live.reader.held());
+        assert_eq!(world.gpu(), GPU);
     }
-    world.start();
-    assert_eq!(world.reader.held(), live.reader.held());
-    assert_eq!(world.gpu(), GPU);
 }
 
 /// `tests/real-vllm/capture_lmcache.py` describes the prompts and batches.
