@@ -4,6 +4,7 @@
 //! is the product's; the simulation has its own.
 
 mod http;
+mod sglang;
 mod zmq_feed;
 
 use std::collections::BTreeMap;

@@ -27,6 +27,8 @@ use crate::config::{Endpoints, reachable};
 use crate::source::FlushResult;
 
 const DEADLINE: Duration = Duration::from_secs(2);
+/// SGLang answers after a second at the earliest, and later while a long prefill runs.
+const HEALTH_DEADLINE: Duration = Duration::from_secs(5);
 /// A busy engine queues the request; its other batches then show that nothing is pending.
 const FLUSH_DEADLINE: Duration = Duration::from_secs(10);
 const RESET_ROUTE: &str = "/reset_prefix_cache";
@@ -134,7 +136,8 @@ impl EngineHttp {
     }
 
     pub(super) async fn health(&self) -> EngineHealth {
-        let answer = self.request(Method::GET, "/health").send().await;
+        let request = self.request(Method::GET, "/health");
+        let answer = request.timeout(HEALTH_DEADLINE).send().await;
         let why = answer.as_ref().err().and_then(tls::failure_of);
         // Nothing else is read of an engine that is not healthy.
         let was_failed = self.tls_failed.swap(why.is_some(), Ordering::Relaxed);
@@ -171,7 +174,21 @@ impl EngineHttp {
                 .ok()
                 .map(|version| version.version);
         }
+        if info.block_size.is_none() && info.endpoints.is_empty() {
+            self.ask_sglang(&mut info).await;
+        }
         Ok(info)
+    }
+
+    /// The second route is the first one's name in older versions.
+    async fn ask_sglang(&self, info: &mut EngineInfo) {
+        for path in ["/server_info", "/get_server_info"] {
+            match self.get(path).await {
+                Ok(body) => return info.read_server_info(&body, &self.url),
+                Err(InfoError::Status(StatusCode::NOT_FOUND)) => {}
+                Err(_) => return,
+            }
+        }
     }
 
     pub(super) async fn reset_calls(&self) -> Option<u64> {

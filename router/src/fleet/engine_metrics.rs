@@ -1,4 +1,4 @@
-//! Load in an engine's metrics under vLLM's names. Pure.
+//! Load in an engine's metrics under vLLM's or SGLang's names. Pure.
 
 use std::collections::BTreeMap;
 
@@ -6,15 +6,34 @@ use warmroute_process::metrics_page::samples;
 
 use crate::route::EngineReading;
 
-const RUNNING: &str = "vllm:num_requests_running";
-const WAITING: &str = "vllm:num_requests_waiting";
-/// The older name is of versions before 0.10.
-const KV_USAGE: [&str; 2] = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
+/// An engine's names.
+struct LoadNames {
+    running: &'static str,
+    waiting: &'static str,
+    kv_usage: &'static [&'static str],
+    /// The label with a rank's number; absent where there is one rank.
+    rank: &'static str,
+}
+
+/// The older name of the usage is of versions before 0.10.
+const VLLM: LoadNames = LoadNames {
+    running: "vllm:num_requests_running",
+    waiting: "vllm:num_requests_waiting",
+    kv_usage: &["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
+    rank: "engine",
+};
+
+const SGLANG: LoadNames = LoadNames {
+    running: "sglang:num_running_reqs",
+    waiting: "sglang:num_queue_reqs",
+    kv_usage: &["sglang:token_usage"],
+    rank: "dp_rank",
+};
 
 /// Why a page gives no reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum LoadPageError {
-    #[error("its metrics have no {RUNNING} and {WAITING}")]
+    #[error("its metrics have neither vLLM's nor SGLang's counts of running and waiting requests")]
     NoSeries,
     #[error("its metrics are of {found} ranks, not of {expected}")]
     Ranks { found: usize, expected: u32 },
@@ -23,33 +42,40 @@ pub(super) enum LoadPageError {
 /// The readings of an engine with so many ranks, in their order. vLLM numbers the ranks of one
 /// deployment by the label `engine`, so that a server with the last rank alone begins above 0.
 pub(super) fn readings(page: &str, ranks: u32) -> Result<Vec<EngineReading>, LoadPageError> {
-    let (running, waiting) = (by_engine(page, RUNNING), by_engine(page, WAITING));
-    let usages = KV_USAGE.map(|name| by_engine(page, name));
-    let read = |(engine, &running): (&u64, &f64)| {
-        let usages = usages.iter().filter_map(|usage| usage.get(engine));
-        Some(EngineReading {
-            running: count(running),
-            waiting: count(*waiting.get(engine)?),
-            kv_usage: usages.copied().find(|usage| (0.0..=1.0).contains(usage)),
-        })
-    };
-    let readings: Vec<_> = running.iter().filter_map(read).collect();
-    match readings.len() {
-        0 => Err(LoadPageError::NoSeries),
-        found if found != ranks as usize => Err(LoadPageError::Ranks {
-            found,
+    let named = [VLLM, SGLANG].map(|names| named_readings(page, &names));
+    let found = named.into_iter().find(|readings| !readings.is_empty());
+    match found {
+        None => Err(LoadPageError::NoSeries),
+        Some(found) if found.len() != ranks as usize => Err(LoadPageError::Ranks {
+            found: found.len(),
             expected: ranks,
         }),
-        _ => Ok(readings),
+        Some(found) => Ok(found),
     }
 }
 
-fn by_engine(page: &str, name: &str) -> BTreeMap<u64, f64> {
-    let by_engine = samples(page, name).filter_map(|sample| {
-        let engine = sample.label("engine").unwrap_or("0");
-        Some((engine.parse().ok()?, sample.value))
+fn named_readings(page: &str, names: &LoadNames) -> Vec<EngineReading> {
+    let series = |name| by_rank(page, name, names.rank);
+    let (running, waiting) = (series(names.running), series(names.waiting));
+    let usages: Vec<_> = names.kv_usage.iter().map(|name| series(name)).collect();
+    let read = |(rank, &running): (&u64, &f64)| {
+        let usages = usages.iter().filter_map(|usage| usage.get(rank));
+        Some(EngineReading {
+            running: count(running),
+            waiting: count(*waiting.get(rank)?),
+            kv_usage: usages.copied().find(|usage| (0.0..=1.0).contains(usage)),
+        })
+    };
+    running.iter().filter_map(read).collect()
+}
+
+/// SGLang may have a series for each tensor-parallel rank; they count the same requests.
+fn by_rank(page: &str, name: &str, label: &str) -> BTreeMap<u64, f64> {
+    let by_rank = samples(page, name).filter_map(|sample| {
+        let rank = sample.label(label).unwrap_or("0");
+        Some((rank.parse().ok()?, sample.value))
     });
-    by_engine.collect()
+    by_rank.collect()
 }
 
 /// A saturating cast of a gauge of whole numbers.
@@ -70,7 +96,8 @@ mod tests {
         let lines = engines.iter().rev().map(|engine| {
             let labels = format!("{{engine=\"{engine}\",model_name=\"m\"}}");
             format!(
-                "{RUNNING}{labels} {engine}.0\n{WAITING}{labels} 2{engine}.0\n\
+                "vllm:num_requests_running{labels} {engine}.0\n\
+                 vllm:num_requests_waiting{labels} 2{engine}.0\n\
                  vllm:num_requests_waiting_by_reason{{engine=\"{engine}\"}} 99.0\n\
                  vllm:kv_cache_usage_perc{labels} 0.5\n"
             )
@@ -98,14 +125,36 @@ mod tests {
         let old = page(&[0]).replace("kv_cache_usage", "gpu_cache_usage");
         assert_eq!(usage(&old), Some(0.5));
         assert_eq!(usage(&page(&[0]).replace("0.5", "NaN")), None);
-        let without = format!("{RUNNING} 3\n{WAITING} 4\n");
-        assert_eq!(usage(&without), None);
+        let without = "vllm:num_requests_running 3\nvllm:num_requests_waiting 4\n";
+        assert_eq!(usage(without), None);
+    }
+
+    #[test]
+    fn sglangs_names_are_read() {
+        let line = |name: &str, labels: &str, value: &str| {
+            format!("sglang:{name}{{model_name=\"m\",engine_type=\"unified\"{labels}}} {value}\n")
+        };
+        let page = |labels: &str| {
+            line("num_running_reqs", labels, "3.0")
+                + &line("num_running_reqs_offline_batch", labels, "9.0")
+                + &line("num_queue_reqs", labels, "4.0")
+                + &line("token_usage", labels, "0.25")
+        };
+        let expected = EngineReading {
+            running: 3,
+            waiting: 4,
+            kv_usage: Some(0.25),
+        };
+        assert_eq!(readings(&page(",tp_rank=\"0\""), 1), Ok(vec![expected]));
+        let of_rank = |tp: u32, dp: u32| page(&format!(",tp_rank=\"{tp}\",dp_rank=\"{dp}\""));
+        let two = of_rank(0, 0) + &of_rank(1, 0) + &of_rank(2, 1) + &of_rank(3, 1);
+        assert_eq!(readings(&two, 2), Ok(vec![expected; 2]));
     }
 
     #[test]
     fn a_page_that_says_less_is_no_reading() {
-        let sglang = "sglang:num_running_reqs{engine_type=\"unified\"} 3.0\n";
-        assert_eq!(readings(sglang, 1), Err(LoadPageError::NoSeries));
+        let running = "sglang:num_running_reqs{engine_type=\"unified\"} 3.0\n";
+        assert_eq!(readings(running, 1), Err(LoadPageError::NoSeries));
         assert_eq!(
             readings(&page(&[0, 1]), 1),
             Err(LoadPageError::Ranks {

@@ -335,10 +335,14 @@ fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> TokenCh
         checks.text = failed(&[ProbeKind::Completion]);
     }
     if !trust.chat {
-        checks.chat = failed(&[ProbeKind::Chat]);
+        checks.chat = failed(&[ProbeKind::Chat, ProbeKind::ContinuedChat]);
     }
     if !trust.chat_with_tools {
-        checks.chat_with_tools = failed(&[ProbeKind::Chat, ProbeKind::ChatWithTools]);
+        checks.chat_with_tools = failed(&[
+            ProbeKind::Chat,
+            ProbeKind::ContinuedChat,
+            ProbeKind::ChatWithTools,
+        ]);
     }
     if !trust.responses {
         checks.responses = failed(&[ProbeKind::Responses]);

@@ -22,6 +22,9 @@ pub struct Args {
     /// Data-parallel ranks, each with a cache and a publisher of its own.
     #[arg(long, default_value_t = 1)]
     pub ranks: u32,
+    /// The server that is imitated.
+    #[arg(long, value_enum, default_value_t = EngineForm::Vllm)]
+    pub form: EngineForm,
     /// Served model name.
     #[arg(long, default_value = "mock-model")]
     pub model: String,
@@ -100,6 +103,12 @@ pub struct EventArgs {
     /// How hashes are encoded in events.
     #[arg(long, value_enum, default_value_t = HashMode::Int)]
     pub hash_mode: HashMode,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum EngineForm {
+    Vllm,
+    Sglang,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

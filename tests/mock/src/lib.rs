@@ -1,4 +1,5 @@
-//! A vLLM server without a model: HTTP and ZMQ around the engine model of `warmroute_sim::sim`.
+//! A vLLM or SGLang server without a model: HTTP and ZMQ around the engine model of
+//! `warmroute_sim::sim`.
 //!
 //! [`Mock::start`] binds the sockets and runs until [`Mock::stop`]. Each rank is one engine that
 //! steps in real time ([`EngineArgs::profile`]), with its own publisher thread. The `/debug` routes
@@ -21,6 +22,7 @@ mod metrics;
 mod publisher;
 mod rank;
 mod server;
+mod sglang;
 mod stored;
 mod text;
 mod wire;
@@ -38,7 +40,7 @@ use tokio_util::task::TaskTracker;
 use tracing::warn;
 use warmroute_sim::sim::EngineConfig;
 
-pub use args::{Args, EngineArgs, EventArgs, HashMode};
+pub use args::{Args, EngineArgs, EngineForm, EventArgs, HashMode};
 use history::History;
 pub use history::{BlockName, HistoryBatch, PairChange};
 use load::LoadRate;
@@ -175,7 +177,7 @@ fn ranks(args: &Args, loras: &Loras, config: &EngineConfig) -> anyhow::Result<Ve
             loras: loras.clone(),
         };
         let history = args.events.history.then(History::default);
-        let rank = Rank::new(config.clone(), publisher, encoder, history);
+        let rank = Rank::new(config.clone(), args.form, publisher, encoder, history);
         Ok(Arc::new(rank))
     };
     (0..args.ranks).map(rank).collect()

@@ -17,14 +17,17 @@ use warmroute_sim::sim::{
     GroupKind, HeldPrefix, RequestId, StepOutcome,
 };
 
+use crate::args::EngineForm;
 use crate::error::Error;
 use crate::history::{History, Pairs};
 use crate::publisher::{Delivery, Publisher};
+use crate::sglang;
 use crate::wire::Encoder;
 
 pub(crate) struct Rank {
     pub(crate) number: u32,
     pub(crate) publisher: Publisher,
+    form: EngineForm,
     encoder: Encoder,
     state: Mutex<State>,
     wake: Notify,
@@ -101,6 +104,7 @@ pub(crate) struct Generation {
 impl Rank {
     pub(crate) fn new(
         config: EngineConfig,
+        form: EngineForm,
         publisher: Publisher,
         encoder: Encoder,
         history: Option<History>,
@@ -125,6 +129,7 @@ impl Rank {
         Self {
             number: encoder.rank,
             publisher,
+            form,
             encoder,
             state: Mutex::new(state),
             wake: Notify::new(),
@@ -190,6 +195,17 @@ impl Rank {
 
     pub(crate) fn reset_prefix_cache(&self) -> bool {
         self.lock().engine.reset_prefix_cache()
+    }
+
+    /// As SGLang does it: refused while there are requests, and published at once.
+    pub(crate) fn flush_cache(&self) -> bool {
+        let mut state = self.lock();
+        if state.in_flight || state.engine.has_requests() || !state.engine.reset_prefix_cache() {
+            return false;
+        }
+        // The engine model publishes a second one with its next step, before that step's blocks.
+        self.publish(&mut state, &[CacheEvent::Cleared]);
+        true
     }
 
     /// Aborts all requests and steps no more until it is woken. Takes requests.
@@ -288,7 +304,11 @@ impl Rank {
         }
         let sequence = state.published.next;
         state.published.next += 1;
-        let payload = match self.encoder.encode(unix_seconds(), events) {
+        let encoded = match self.form {
+            EngineForm::Vllm => self.encoder.encode(unix_seconds(), events),
+            EngineForm::Sglang => sglang::payload(self.number, unix_seconds(), events),
+        };
+        let payload = match encoded {
             Ok(payload) => payload,
             Err(error) => {
                 warn!(%error, "a batch cannot be encoded");

@@ -17,7 +17,7 @@ use tokio_util::task::TaskTracker;
 use warmroute_chat::openai::PromptRoute;
 
 use crate::answer::Shape;
-use crate::args::Args;
+use crate::args::{Args, EngineForm};
 use crate::error::Error;
 use crate::generate::{
     chat_completions, completions, count_tokens, embeddings, messages, parse, render_message,
@@ -28,7 +28,7 @@ use crate::loras::{self, Loras};
 use crate::rank::Rank;
 use crate::stored::{self, StoredAnswers};
 use crate::text::{Text, special_tokens};
-use crate::{debug, metrics};
+use crate::{debug, metrics, sglang};
 
 /// The largest body that is read.
 const BODY_BYTES_MAX: usize = 256 << 20;
@@ -106,15 +106,17 @@ impl Server {
 }
 
 pub(crate) fn routes(server: Arc<Server>) -> Router {
+    let of_form = match server.args.form {
+        EngineForm::Vllm => vllm_routes(),
+        EngineForm::Sglang => sglang::routes(),
+    };
     Router::new()
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/responses", post(responses))
-        .route("/v1/responses/render", post(render_response))
         .route("/v1/responses/{id}", get(stored::retrieve))
         .route("/v1/responses/{id}/cancel", post(stored::cancel))
         .route("/v1/messages", post(messages))
-        .route("/v1/messages/render", post(render_message))
         .route("/v1/messages/count_tokens", post(count_tokens))
         .route("/v1/embeddings", post(embeddings))
         .route("/v1/models", get(models))
@@ -122,6 +124,21 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
         .route("/v1/unload_lora_adapter", post(loras::unload))
         .route("/tokenize", post(tokenize))
         .route("/health", get(health))
+        .route("/debug/blocks", get(debug::blocks))
+        .route("/debug/counters", get(debug::counters))
+        .route("/debug/fault", post(debug::fault))
+        .route("/debug/history", get(debug::history))
+        .route("/debug/load", post(debug::load))
+        .merge(of_form)
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .route_layer(from_fn_with_state(Arc::clone(&server), count_call))
+        .with_state(server)
+}
+
+fn vllm_routes() -> Router<Arc<Server>> {
+    Router::new()
+        .route("/v1/responses/render", post(render_response))
+        .route("/v1/messages/render", post(render_message))
         .route("/load", get(load))
         .route("/version", get(version))
         .route("/metrics", get(metrics::metrics))
@@ -130,14 +147,6 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
         .route("/sleep", post(sleep))
         .route("/wake_up", post(wake_up))
         .route("/is_sleeping", get(is_sleeping))
-        .route("/debug/blocks", get(debug::blocks))
-        .route("/debug/counters", get(debug::counters))
-        .route("/debug/fault", post(debug::fault))
-        .route("/debug/history", get(debug::history))
-        .route("/debug/load", post(debug::load))
-        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .route_layer(from_fn_with_state(Arc::clone(&server), count_call))
-        .with_state(server)
 }
 
 /// Counts a request after its answer, as vLLM does, which leaves these routes out.
@@ -158,7 +167,7 @@ async fn count_call(State(server): State<Arc<Server>>, request: Request, next: N
     answer
 }
 
-async fn health(State(server): State<Arc<Server>>) -> StatusCode {
+pub(crate) async fn health(State(server): State<Arc<Server>>) -> StatusCode {
     let status = server.health.load(Ordering::Relaxed);
     StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
 }
@@ -190,6 +199,9 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
     let value = parse(&body)?;
     if let Some(model) = value["model"].as_str() {
         server.adapter(model)?;
+    }
+    if server.args.form == EngineForm::Sglang {
+        sglang::check_tokenize(&value)?;
     }
     let tokens = if value.get("messages").is_some() {
         server

@@ -24,11 +24,22 @@ on_both_planes!(without_an_index_prompts_return_to_the_worker_that_computed_them
 async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
     let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
     fleet.until_indexed().await;
+    let (hits, late) = compare_credit(&fleet, 150).await;
+    println!("{late} of 150 answers of the index were late");
+    assert!(hits > 0, "the requests share prefixes");
+    assert!(late < 75, "the index does not answer");
+    fleet.assert_indexed_is_true().await;
+    fleet.until_idle().await;
+}
+
+/// Sends requests one by one. Each credit must be what the engine reports. Returns the credited
+/// tokens, and how many requests the index did not answer in time.
+pub(crate) async fn compare_credit(fleet: &Fleet, requests: u32) -> (u64, u32) {
     let mut rng = Rng::with_seed(1);
     let (mut hits, mut late) = (0, 0);
-    for number in 0..150 {
+    for number in 0..requests {
         let (path, body) = request(&mut rng);
-        let served = serve(&fleet, path, &body).await;
+        let served = serve(fleet, path, &body).await;
         check(&served);
         if served.is_without_answer() {
             late += 1;
@@ -44,11 +55,7 @@ async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
         }
         fleet.until_indexed().await;
     }
-    println!("{late} of 150 answers of the index were late");
-    assert!(hits > 0, "the requests share prefixes");
-    assert!(late < 75, "the index does not answer");
-    fleet.assert_indexed_is_true().await;
-    fleet.until_idle().await;
+    (hits, late)
 }
 
 /// Concurrent requests: the sets agree when it is quiet, and every slot is freed.

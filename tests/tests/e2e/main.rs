@@ -54,6 +54,7 @@ mod recording;
 mod resume;
 mod scaling;
 mod separation;
+mod sglang;
 mod tls;
 mod without_events;
 mod workers;

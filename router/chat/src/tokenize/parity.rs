@@ -44,6 +44,8 @@ impl ProbePath {
 pub enum ProbeKind {
     Completion,
     Chat,
+    /// A chat whose last message goes on. SGLang's `/tokenize` refuses the fields that vLLM's needs.
+    ContinuedChat,
     ChatWithTools,
     Responses,
     Messages,
@@ -130,26 +132,30 @@ pub struct TokenTrust {
 }
 
 /// Trusts a kind if at least one of its probes is equal and none differs. Chats with tools need
-/// both chat kinds.
+/// both chat kinds. A continued chat must not differ, but may be refused.
 pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict)>) -> TokenTrust {
     let verdicts: Vec<_> = verdicts.into_iter().collect();
     let refused = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::BothRefuse);
-    let trusted = |kind: ProbeKind| {
-        let of_kind = verdicts.iter().filter(|(of, _)| *of == kind);
-        // An engine without a parser for calls refuses every message with tools.
-        let is_void = |verdict: &ProbeVerdict| {
-            refused(verdict)
-                || (kind == ProbeKind::MessagesWithTools
-                    && matches!(verdict, ProbeVerdict::OnlyEngineRefuses))
-        };
-        let mut judged = of_kind.filter(|(_, verdict)| !is_void(verdict)).peekable();
-        let is_equal = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::Equal { .. });
-        judged.peek().is_some() && judged.all(|(_, verdict)| is_equal(verdict))
+    let is_equal = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::Equal { .. });
+    // An engine without a parser for calls refuses every message with tools.
+    let is_void = |kind: ProbeKind, verdict: &ProbeVerdict| {
+        let may_refuse = matches!(
+            kind,
+            ProbeKind::ContinuedChat | ProbeKind::MessagesWithTools
+        );
+        refused(verdict) || (may_refuse && matches!(verdict, ProbeVerdict::OnlyEngineRefuses))
     };
+    let of_kind = |kind: ProbeKind| verdicts.iter().filter(move |(of, _)| *of == kind);
+    let none_against = |kind: ProbeKind| {
+        of_kind(kind).all(|(kind, verdict)| is_void(*kind, verdict) || is_equal(verdict))
+    };
+    let trusted =
+        |kind: ProbeKind| none_against(kind) && of_kind(kind).any(|(_, verdict)| is_equal(verdict));
+    let chat = trusted(ProbeKind::Chat) && none_against(ProbeKind::ContinuedChat);
     TokenTrust {
         completions: trusted(ProbeKind::Completion),
-        chat: trusted(ProbeKind::Chat),
-        chat_with_tools: trusted(ProbeKind::Chat) && trusted(ProbeKind::ChatWithTools),
+        chat,
+        chat_with_tools: chat && trusted(ProbeKind::ChatWithTools),
         responses: trusted(ProbeKind::Responses),
         messages: trusted(ProbeKind::Messages),
         messages_with_tools: trusted(ProbeKind::Messages) && trusted(ProbeKind::MessagesWithTools),
@@ -207,6 +213,8 @@ impl ProbeDefinition {
             (PromptRoute::Completions, ProbeKind::Completion)
         } else if has_tools {
             (PromptRoute::ChatCompletions, ProbeKind::ChatWithTools)
+        } else if self.body.contains_key("continue_final_message") {
+            (PromptRoute::ChatCompletions, ProbeKind::ContinuedChat)
         } else {
             (PromptRoute::ChatCompletions, ProbeKind::Chat)
         };

@@ -11,6 +11,7 @@ pub(crate) struct Form {
     pub(crate) tokenizer: &'static str,
     pub(crate) block_size: u64,
     pub(crate) events: Events,
+    pub(crate) engine: EngineKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,12 +20,19 @@ pub(crate) enum Events {
     None,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EngineKind {
+    Vllm,
+    Sglang,
+}
+
 impl Form {
     pub(crate) const USUAL: Self = Self {
         model: "mock",
         tokenizer: TOKENIZER,
         block_size: BLOCK,
         events: Events::Published,
+        engine: EngineKind::Vllm,
     };
 
     pub(super) fn of(index: usize, forms: &[Self]) -> Self {
@@ -35,6 +43,9 @@ impl Form {
         let mut flags = strings(&["--model", self.model, "--tokenizer", self.tokenizer]);
         if self.events == Events::None {
             flags.push("--no-events".to_owned());
+        }
+        if self.engine == EngineKind::Sglang {
+            flags.push("--form=sglang".to_owned());
         }
         flags
     }

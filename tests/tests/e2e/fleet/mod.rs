@@ -27,7 +27,7 @@ use tokio::time::{sleep, timeout};
 use warmroute_process::tls::EngineTls;
 
 pub(crate) use dump::BySource;
-pub(crate) use form::{Events, Form};
+pub(crate) use form::{EngineKind, Events, Form};
 use limit::LifeLimit;
 use nats::Distributed;
 pub(crate) use nats::NAMESPACE;
@@ -246,12 +246,16 @@ impl Fleet {
     pub(crate) fn worker_spec(&self, index: usize) -> Value {
         let engine = &self.engines[index];
         let (url, id) = (engine.process.base(), worker_name(index));
-        match Form::of(index, self.flags.forms).events {
-            Events::Published => json!({
+        let form = Form::of(index, self.flags.forms);
+        match (form.events, form.engine) {
+            (Events::Published, EngineKind::Vllm) => json!({
                 "url": url, "id": id,
                 "kv": endpoint(engine.kv), "replay": endpoint(engine.replay),
             }),
-            Events::None => json!({"url": url, "id": id}),
+            // The shim asks the engine.
+            (Events::Published, EngineKind::Sglang) | (Events::None, _) => {
+                json!({"url": url, "id": id})
+            }
         }
     }
 

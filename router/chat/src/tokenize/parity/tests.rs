@@ -78,6 +78,14 @@ fn trust_needs_one_equal_probe_and_none_against() {
         (ProbeKind::ChatWithTools, &differ),
     ]);
     assert!(tools.chat && !tools.chat_with_tools);
+    let continued = |verdict: &ProbeVerdict| {
+        of(&[
+            (ProbeKind::Chat, &equal),
+            (ProbeKind::ContinuedChat, verdict),
+        ])
+    };
+    assert!(continued(&equal).chat && continued(&ProbeVerdict::OnlyEngineRefuses).chat);
+    assert!(!continued(&differ).chat && !of(&[(ProbeKind::ContinuedChat, &equal)]).chat);
     let chat = of(&[
         (ProbeKind::Chat, &differ),
         (ProbeKind::ChatWithTools, &equal),
