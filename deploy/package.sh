@@ -31,6 +31,7 @@ triple=$(uname -m)-unknown-linux-gnu
 name=warmroute-$version-$(uname -m)-linux
 products=(warmroute-router warmroute-indexer warmroute-shim)
 packaged=("${products[@]}" warmroute-mock-engine)
+library=libwarmroute_publisher.so
 dist=$PWD/dist
 work=$(mktemp -d)
 storage=(--storage-driver vfs --root "$work/storage" --runroot "$work/runroot")
@@ -70,9 +71,12 @@ if [ "$profile" = release ]; then
   need_python_packages cargo-zigbuild==0.24.0 ziglang==0.17.1
   PATH=$PWD/.venv/bin:$PATH cargo zigbuild --release --locked --target "$triple.2.28" \
     "${binaries[@]/#/--bin=}"
+  PATH=$PWD/.venv/bin:$PATH cargo zigbuild --release --locked --target "$triple.2.28" \
+    --package warmroute-publisher --lib
   built=${CARGO_TARGET_DIR:-target}/$triple/release
 else
   cargo build --locked "${binaries[@]/#/--bin=}"
+  cargo build --locked --package warmroute-publisher --lib
   built=${CARGO_TARGET_DIR:-target}/debug
 fi
 expected="$version (${BUILD_COMMIT:-unknown})"
@@ -80,6 +84,7 @@ mkdir "$work/bin"
 for binary in "${packaged[@]}"; do
   strip -o "$work/bin/$binary" "$built/$binary"
 done
+strip -o "$work/$library" "$built/$library"
 "$built/warmroute-manual" "$work/manual"
 
 # Times inside the packages, so that equal sources make equal packages. Not set for the build: C

@@ -4,5 +4,5 @@ step "bill of materials"
 rm -rf "$dist"
 mkdir "$dist"
 bill=$dist/warmroute-$version.cdx.json
-python3 deploy/package/sbom.py "$triple" "$(IFS=,; echo "${packaged[*]}")" "$bill"
+python3 deploy/package/sbom.py "$triple" "$(IFS=,; echo "${packaged[*]},warmroute-publisher")" "$bill"
 .venv/bin/python deploy/package/check_sbom.py "$bill"

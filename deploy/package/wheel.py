@@ -1,4 +1,4 @@
-"""Writes the Python wheel: wheel.py VERSION BINARIES SBOM OUT. Prints its path.
+"""Writes the Python wheel: wheel.py VERSION BINARIES LIBRARY SBOM OUT. Prints its path.
 
 BINARIES is a directory with nothing else in it. The platform tag is computed from the symbols that
 the binaries need. Why this is no build backend: docs/adr/0019-packages.md.
@@ -16,6 +16,7 @@ from pathlib import Path
 from elf import glibc_minor
 
 ROOT = Path(__file__).resolve().parents[2]
+PUBLISHER = ROOT / "publisher-shim/publisher"
 
 
 def metadata(version):
@@ -29,9 +30,9 @@ def metadata(version):
     ).encode()
 
 
-def write(version, binaries, sbom, out):
+def write(version, binaries, library, sbom, out):
     binaries = sorted(Path(binaries).iterdir())
-    minor = max(glibc_minor(binary) for binary in binaries)
+    minor = max(glibc_minor(binary) for binary in [*binaries, library])
     tag = f"py3-none-manylinux_2_{minor}_{platform.machine()}"
     info = f"warmroute-{version}.dist-info"
     wheel = f"Wheel-Version: 1.0\nGenerator: warmroute\nRoot-Is-Purelib: false\nTag: {tag}\n"
@@ -40,6 +41,13 @@ def write(version, binaries, sbom, out):
         for binary in binaries
     ]
     files += [
+        ("warmroute/__init__.py", 0o644, (PUBLISHER / "python/warmroute/__init__.py").read_bytes()),
+        ("warmroute/libwarmroute_publisher.so", 0o755, Path(library).read_bytes()),
+        (
+            "warmroute/warmroute_publisher.h",
+            0o644,
+            (PUBLISHER / "include/warmroute_publisher.h").read_bytes(),
+        ),
         (f"{info}/METADATA", 0o644, metadata(version)),
         (f"{info}/WHEEL", 0o644, wheel.encode()),
         (f"{info}/licenses/LICENSE", 0o644, (ROOT / "LICENSE").read_bytes()),

@@ -1,13 +1,14 @@
 # The Python wheel. Sourced by package.sh.
 
 step "wheel"
-wheel=$(python3 deploy/package/wheel.py "$version" "$work/bin" "$bill" "$dist")
+wheel=$(python3 deploy/package/wheel.py "$version" "$work/bin" "$work/$library" "$bill" "$dist")
 echo "$(basename "$wheel")"
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet --disable-pip-version-check --no-index "$wheel"
 for binary in "${packaged[@]}"; do
   is_version "$work/venv/bin/$binary"
 done
+"$work/venv/bin/python" -c 'from warmroute import Publisher; Publisher("tcp://127.0.0.1:*", block_size=16).cleared()'
 ./quickstart.sh --once --binaries "$work/venv/bin"
 "$work/venv/bin/pip" uninstall --quiet --yes --disable-pip-version-check warmroute
 [ ! -e "$work/venv/bin/warmroute-router" ] || fail "the wheel's record misses its binaries"

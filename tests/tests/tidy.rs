@@ -464,6 +464,10 @@ fn nothing_is_left_unfinished() {
     none(&faults);
 }
 
+/// The one crate with unsafe code: the library's C ABI. A lint of the workspace denies it outside of
+/// the module that expects it.
+const UNSAFE_CRATE: &str = "publisher-shim/publisher";
+
 #[test]
 fn every_crate_forbids_unsafe_code() {
     for name in workspace_list("members") {
@@ -471,7 +475,11 @@ fn every_crate_forbids_unsafe_code() {
         let top = fs::read_to_string(sources.join("lib.rs"));
         let top = top.or_else(|_| fs::read_to_string(sources.join("main.rs")));
         let top = top.unwrap();
-        assert!(top.contains("#![forbid(unsafe_code)]"), "{name}");
+        let rule = match name == UNSAFE_CRATE {
+            true => "#![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]",
+            false => "#![forbid(unsafe_code)]",
+        };
+        assert!(top.contains(rule), "{name}");
         assert!(top.starts_with("//!"), "{name}: its top says what it is");
     }
 }

@@ -197,7 +197,7 @@ impl Rank {
         self.lock().engine.reset_prefix_cache()
     }
 
-    /// As SGLang does it: refused while there are requests, and published at once.
+    /// As SGLang does it: refused while there are requests, and published immediately.
     pub(crate) fn flush_cache(&self) -> bool {
         let mut state = self.lock();
         if state.in_flight || state.engine.has_requests() || !state.engine.reset_prefix_cache() {

@@ -45,6 +45,7 @@ mod live_page;
 mod mixed;
 #[path = "../../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
+mod own_engine;
 mod pages;
 mod plane;
 mod prometheus;

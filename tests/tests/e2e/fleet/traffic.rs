@@ -88,7 +88,8 @@ pub(crate) async fn serve_at(fleet: &Fleet, router: usize, path: &str, body: &Va
     read(answer.expect("an answer")).await
 }
 
-async fn read(answer: Response) -> Served {
+/// Reads an answer that must be a success, and its headers.
+pub(crate) async fn read(answer: Response) -> Served {
     let status = answer.status();
     let header = |name: &str| {
         let value = answer.headers().get(name);
