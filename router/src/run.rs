@@ -63,6 +63,10 @@ const ADMIN_CONNECTIONS_MAX: usize = 256;
 /// Time after which an operator's connection is closed that does not read its answer.
 const ADMIN_WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Time after which a client's connection or stream ends that takes nothing of its answer. It would
+/// keep a connection, and with a key a slot. A client may read as slowly as it likes.
+const PUBLIC_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Time before the end of the drain for the answers to requests that wait for a worker.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
@@ -556,8 +560,7 @@ fn public_rules(settings: &Arc<LiveSettings>) -> ClientRules {
         http2: Http2::Offered,
         tls: Arc::new(move || certificates.current().public_tls()),
         half_closed: Arc::new(move || settings.current().half_closed_clients()),
-        // A client may read a stream as slowly as it likes.
-        write_timeout: None,
+        write_timeout: Some(PUBLIC_WRITE_TIMEOUT),
     }
 }
 

@@ -6,7 +6,8 @@
 //! so that connections in the system's backlog are served, and new connections may send their first
 //! request. A client that speaks HTTP/2 is known by its preface (`protocol`).
 //!
-//! At the bound the connection that is idle longest is closed for a new one. While every connection
+//! At the bound the connection that is idle longest is closed for a new one, or one whose client
+//! takes nothing of its answers. While every connection
 //! has a request in flight, further ones get answers to probes only, and 503 otherwise; beyond
 //! `PROBE_CONNECTIONS_MAX` probes in flight they are closed. A connection counts from its beginning:
 //! a TLS handshake is part of it, and such a connection is idle.
@@ -14,6 +15,7 @@
 mod idle;
 mod protocol;
 mod stream;
+mod untaken;
 
 use std::convert::Infallible;
 use std::io;
@@ -38,7 +40,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use idle::{ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
-use protocol::Protocol;
+use protocol::{Protocol, StreamExecutor};
 use stream::ClientStream;
 
 use crate::tls::ServerTls;
@@ -145,7 +147,8 @@ pub struct ClientRules {
     pub half_closed: Arc<dyn Fn() -> HalfClosed + Send + Sync>,
     /// Asked once for each connection; `None`: without TLS.
     pub tls: Arc<dyn Fn() -> Option<ServerTls> + Send + Sync>,
-    /// Time after which a connection is closed whose client does not read its answer.
+    /// Time after which a connection is closed, and a stream of HTTP/2 reset, whose client takes
+    /// nothing of its answer.
     pub write_timeout: Option<Duration>,
 }
 
@@ -340,6 +343,7 @@ impl OpenConnection {
 
 impl Drop for OpenConnection {
     fn drop(&mut self) {
+        self.activity.close();
         self.gauge.dec();
     }
 }
@@ -412,7 +416,12 @@ impl ServedConnection {
                     .await;
             }
             Protocol::Http2 => {
-                let connection = protocol::http2(stream, self.tasks.clone(), service);
+                let streams = StreamExecutor {
+                    tasks: self.tasks.clone(),
+                    write_timeout: self.clients.write_timeout,
+                    activity: Arc::clone(&self.open.activity),
+                };
+                let connection = protocol::http2(stream, streams, service);
                 self.drive(connection, |open| open.graceful_shutdown(), stopped)
                     .await;
             }
@@ -502,6 +511,7 @@ fn serve_request(
             // RFC 9113, section 8.2.2, forbids it.
             response.headers_mut().remove(header::CONNECTION);
         }
+        untaken::handed_over();
         Ok(response.map(|body| InFlightBody {
             body,
             _request: in_flight,

@@ -1,7 +1,9 @@
 //! The idle connections of a server, so that a full server can close the one idle longest.
 //!
 //! A connection is idle from its beginning or the last byte of an answer to the end of the next
-//! request head. The table holds one entry for each idle connection and is bounded by their number.
+//! request head. If none is idle, the one is closed whose client takes nothing of its answers for
+//! longest: clients could otherwise hold all connections by asking for answers that they do not
+//! take. Each table holds at most one entry for each connection.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,6 +20,7 @@ use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::stream::ClientStream;
+use super::untaken;
 
 /// Idle connections in the order in which they became idle.
 #[derive(Default)]
@@ -27,6 +30,8 @@ pub(super) struct IdleConnections(Mutex<IdleTable>);
 struct IdleTable {
     next: u64,
     connections: BTreeMap<u64, CancellationToken>,
+    /// Connections whose clients take nothing of their answers.
+    untaken: BTreeMap<u64, CancellationToken>,
 }
 
 /// One connection's place in [`IdleConnections`].
@@ -34,7 +39,20 @@ pub(super) struct ConnectionActivity {
     idle: Arc<IdleConnections>,
     evicted: CancellationToken,
     state: Mutex<ActivityState>,
+    untaken: Mutex<UntakenAnswers>,
 }
+
+/// The answers of a connection that wait for its client.
+#[derive(Default)]
+struct UntakenAnswers {
+    count: usize,
+    /// The number in the table.
+    listed: Option<u64>,
+    is_closed: bool,
+}
+
+/// An answer that waits for its client, until it is dropped.
+pub(super) struct UntakenAnswer(Arc<ConnectionActivity>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ActivityState {
@@ -52,8 +70,22 @@ pub(super) struct InFlightRequest(Arc<ConnectionActivity>);
 impl IdleConnections {
     /// Closes the connection that is idle longest. Returns whether there is one.
     pub(super) fn evict(&self) -> bool {
-        let evicted = self.table().connections.pop_first();
+        let mut table = self.table();
+        let idle = table.connections.pop_first();
+        let evicted = idle.or_else(|| table.untaken.pop_first());
         evicted.inspect(|(_, token)| token.cancel()).is_some()
+    }
+
+    fn add_untaken(&self, connection: &CancellationToken) -> u64 {
+        let mut table = self.table();
+        let number = table.next;
+        table.next += 1;
+        table.untaken.insert(number, connection.clone());
+        number
+    }
+
+    fn remove_untaken(&self, number: u64) {
+        self.table().untaken.remove(&number);
     }
 
     fn add(&self, connection: &CancellationToken) -> u64 {
@@ -81,7 +113,38 @@ impl ConnectionActivity {
             idle,
             evicted,
             state: Mutex::new(state),
+            untaken: Mutex::default(),
         })
+    }
+
+    /// An answer begins to wait for the client.
+    pub(super) fn waits_for_client(self: &Arc<Self>) -> UntakenAnswer {
+        self.count_untaken(|count| count + 1);
+        UntakenAnswer(Arc::clone(self))
+    }
+
+    /// The connection ends, and is no longer listed: its place is another one's.
+    pub(super) fn close(&self) {
+        self.untaken().is_closed = true;
+        self.count_untaken(|count| count);
+    }
+
+    /// A connection is listed while each of its answers waits: one that moves on needs it. A write
+    /// that waits counts with the connection's requests, of which HTTP/1.1 has one.
+    fn count_untaken(&self, next: impl FnOnce(usize) -> usize) {
+        let requests = match *self.state() {
+            ActivityState::InFlight(requests) => requests,
+            ActivityState::Idle(_) | ActivityState::Flushing => 1,
+        };
+        let mut untaken = self.untaken();
+        untaken.count = next(untaken.count);
+        if untaken.count < requests || untaken.is_closed {
+            if let Some(number) = untaken.listed.take() {
+                self.idle.remove_untaken(number);
+            }
+        } else if untaken.listed.is_none() {
+            untaken.listed = Some(self.idle.add_untaken(&self.evicted));
+        }
     }
 
     /// Returns when the connection is to be closed.
@@ -99,6 +162,8 @@ impl ConnectionActivity {
             ActivityState::InFlight(requests) => ActivityState::InFlight(requests + 1),
             ActivityState::Flushing => ActivityState::InFlight(1),
         };
+        drop(state);
+        self.count_untaken(|count| count);
         InFlightRequest(Arc::clone(self))
     }
 
@@ -108,6 +173,10 @@ impl ConnectionActivity {
         if *state == ActivityState::Flushing {
             *state = ActivityState::Idle(self.idle.add(&self.evicted));
         }
+    }
+
+    fn untaken(&self) -> MutexGuard<'_, UntakenAnswers> {
+        self.untaken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, ActivityState> {
@@ -123,6 +192,12 @@ impl Drop for ConnectionActivity {
     }
 }
 
+impl Drop for UntakenAnswer {
+    fn drop(&mut self) {
+        self.0.count_untaken(|count| count.saturating_sub(1));
+    }
+}
+
 impl Drop for InFlightRequest {
     fn drop(&mut self) {
         let mut state = self.0.state();
@@ -134,6 +209,8 @@ impl Drop for InFlightRequest {
                 ActivityState::Flushing
             }
         };
+        drop(state);
+        self.0.count_untaken(|count| count);
     }
 }
 
@@ -151,7 +228,13 @@ impl HttpBody for InFlightBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if polled.is_ready() {
+            untaken::handed_over();
+        } else {
+            untaken::asked();
+        }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
@@ -170,8 +253,8 @@ pub(super) struct ObservedStream {
     pub stream: ClientStream,
     pub activity: Arc<ConnectionActivity>,
     pub write_timeout: Option<Duration>,
-    /// Runs while a write waits for the client.
-    pub write_deadline: Option<Pin<Box<Sleep>>>,
+    /// Present while a write waits for the client.
+    pub write_deadline: Option<(Pin<Box<Sleep>>, UntakenAnswer)>,
 }
 
 impl ObservedStream {
@@ -188,9 +271,9 @@ impl ObservedStream {
         let Some(timeout) = self.write_timeout else {
             return Poll::Pending;
         };
-        let deadline = self
-            .write_deadline
-            .get_or_insert_with(|| Box::pin(sleep(timeout)));
+        let activity = &self.activity;
+        let begins = || (Box::pin(sleep(timeout)), activity.waits_for_client());
+        let (deadline, _) = self.write_deadline.get_or_insert_with(begins);
         let late = || io::Error::new(io::ErrorKind::TimedOut, "the client does not read");
         deadline.as_mut().poll(context).map(|()| Err(late()))
     }

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{Request, Response};
@@ -16,7 +17,8 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 use tokio_util::task::TaskTracker;
 
-use super::idle::{InFlightBody, ObservedStream};
+use super::idle::{ConnectionActivity, InFlightBody, ObservedStream};
+use super::untaken::until_untaken;
 use super::{HEAD_BYTES_MAX, HEAD_TIMEOUT, HEADERS_MAX, HalfClosed};
 
 /// The first bytes of a client that speaks HTTP/2 without TLS and without an upgrade: RFC 9113,
@@ -78,12 +80,12 @@ where
         .serve_connection(TokioIo::new(stream), service)
 }
 
-/// A connection of HTTP/2, whose streams are tasks of `tasks`.
+/// A connection of HTTP/2, whose streams are tasks of `streams`.
 pub(super) fn http2<S, F>(
     stream: ObservedStream,
-    tasks: TaskTracker,
+    streams: StreamExecutor,
     service: S,
-) -> http2::Connection<TokioIo<ObservedStream>, S, TrackedExecutor>
+) -> http2::Connection<TokioIo<ObservedStream>, S, StreamExecutor>
 where
     S: hyper::service::Service<
             Request<Incoming>,
@@ -93,7 +95,7 @@ where
         >,
     F: Future<Output = Result<Response<InFlightBody>, Infallible>> + Send + 'static,
 {
-    http2::Builder::new(TrackedExecutor(tasks))
+    http2::Builder::new(streams)
         .timer(TokioTimer::new())
         .max_header_list_size(u32::try_from(HEAD_BYTES_MAX).unwrap_or(u32::MAX))
         .max_concurrent_streams(STREAMS_MAX)
@@ -107,13 +109,23 @@ where
 
 /// Runs the streams of a connection where the shutdown waits for them.
 #[derive(Clone)]
-pub(super) struct TrackedExecutor(TaskTracker);
+pub(super) struct StreamExecutor {
+    pub tasks: TaskTracker,
+    pub write_timeout: Option<Duration>,
+    pub activity: Arc<ConnectionActivity>,
+}
 
-impl<F> Executor<F> for TrackedExecutor
+impl<F> Executor<F> for StreamExecutor
 where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, stream: F) {
-        self.0.spawn(stream);
+        match self.write_timeout {
+            Some(time_max) => {
+                let activity = Arc::clone(&self.activity);
+                self.tasks.spawn(until_untaken(stream, time_max, activity))
+            }
+            None => self.tasks.spawn(stream),
+        };
     }
 }

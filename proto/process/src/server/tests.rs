@@ -18,6 +18,23 @@ async fn serve_clients(
     connections_max: usize,
     half_closed: HalfClosed,
 ) -> (SocketAddr, ConnectionMetrics, Shutdown) {
+    let write_timeout = Some(Duration::from_millis(500));
+    serve_ruled(
+        connections_max,
+        ClientRules {
+            http2: Http2::Offered,
+            half_closed: Arc::new(move || half_closed),
+            write_timeout,
+            ..ClientRules::default()
+        },
+    )
+    .await
+}
+
+async fn serve_ruled(
+    connections_max: usize,
+    clients: ClientRules,
+) -> (SocketAddr, ConnectionMetrics, Shutdown) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (connections, shutdown) = (ConnectionMetrics::hidden().unwrap(), Shutdown::default());
@@ -30,12 +47,7 @@ async fn serve_clients(
             .route("/late", get(late)),
         connections_max,
         connections: connections.clone(),
-        clients: ClientRules {
-            http2: Http2::Offered,
-            half_closed: Arc::new(move || half_closed),
-            write_timeout: Some(Duration::from_millis(500)),
-            ..ClientRules::default()
-        },
+        clients,
     };
     let tasks = TaskTracker::new();
     tasks.spawn(server.run(shutdown.clone(), tasks.clone()));
@@ -334,4 +346,80 @@ async fn a_client_that_does_not_read_is_cut_off() {
         }
     };
     timeout(PATIENCE, closed).await.unwrap();
+}
+
+/// A client that reads its connection, and gives its stream no room for the answer.
+#[tokio::test]
+async fn a_stream_without_room_for_its_answer_is_reset() {
+    const RESET: u8 = 3;
+    let (address, connections, shutdown) = serve_clients(2, HalfClosed::Abort).await;
+    let mut patient = http2_client(address).await;
+    let request = Request::builder().uri("http://s/slow");
+    let request = request.body(String::new()).unwrap();
+    let mut slow = patient.send_request(request).await.unwrap();
+    let mut stream = without_room(address).await;
+    let reset = async {
+        loop {
+            let mut head = [0; 9];
+            stream.read_exact(&mut head).await.unwrap();
+            let [_, high, low, kind, _, rest @ ..] = head;
+            let mut payload = vec![0; usize::from(u16::from_be_bytes([high, low]))];
+            stream.read_exact(&mut payload).await.unwrap();
+            if kind == RESET {
+                return u32::from_be_bytes(rest);
+            }
+        }
+    };
+    assert_eq!(timeout(PATIENCE, reset).await.expect("a reset"), 1);
+    // An answer that comes late has its stream.
+    let next = hyper::body::Body::poll_frame(Pin::new(slow.body_mut()), &mut no_waker());
+    assert!(next.is_pending());
+    // The connection is idle, and yields its place.
+    let mut other = TcpStream::connect(address).await.unwrap();
+    assert_eq!(status(&ask(&mut other, &[]).await), Some(200));
+    assert_eq!(connections.evicted.get(), 1);
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+const fn no_waker() -> std::task::Context<'static> {
+    std::task::Context::from_waker(std::task::Waker::noop())
+}
+
+/// Asks for an answer, and gives its stream no room.
+async fn without_room(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let mut sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    // SETTINGS: initial window of no bytes; HEADERS: `GET http://s/`.
+    sent.extend_from_slice(b"\0\0\x06\x04\0\0\0\0\0\0\x04\0\0\0\0");
+    sent.extend_from_slice(b"\0\0\x06\x01\x05\0\0\0\x01\x82\x86\x84\x01\x01s");
+    stream.write_all(&sent).await.unwrap();
+    stream
+}
+
+/// Clients that take nothing keep no others out, long before their time is over.
+#[tokio::test]
+async fn connections_whose_answers_are_not_taken_yield_their_places() {
+    let rules = ClientRules {
+        http2: Http2::Offered,
+        write_timeout: Some(2 * PATIENCE),
+        ..ClientRules::default()
+    };
+    let (address, connections, shutdown) = serve_ruled(2, rules).await;
+    let mut held = Vec::new();
+    for _ in 0..4 {
+        held.push(without_room(address).await);
+    }
+    let served = async {
+        loop {
+            let mut other = TcpStream::connect(address).await.unwrap();
+            if status(&ask(&mut other, &[]).await) == Some(200) {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, served).await.expect("a place");
+    assert!(connections.evicted.get() > 0);
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
 }
