@@ -19,7 +19,7 @@ use crate::openai::{
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt, SessionKey};
 use crate::settings::{CompletionPrompts, ResumeRule};
-use crate::tokenize::{CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
+use crate::tokenize::{CacheScope, CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
 /// vLLM's default. Counts blocks until an engine reports its block size.
@@ -250,7 +250,8 @@ impl PlanEncoding {
             None => match self.texts.next() {
                 Some(text) => tokenizer
                     .task(text, self.special)
-                    .with_tokens_max(self.tokens_max),
+                    .with_tokens_max(self.tokens_max)
+                    .with_cache_scope(CacheScope::of_salt(self.draft.info.cache_salt.as_deref())),
                 None => {
                     let lists = std::mem::take(&mut self.lists);
                     return Some(self.end(inputs, Ok(lists)));

@@ -33,7 +33,7 @@ pub use crate::model_files::{ModelFileError, ModelFiles, ModelSource};
 pub use compare::{ComparisonCounts, ReferenceComparison};
 pub use content_format::ContentFormat;
 pub use python::CivilTime;
-pub use segment_cache::SegmentCacheStats;
+pub use segment_cache::{CacheScope, SegmentCacheStats};
 pub use template::{ChatTemplates, RenderError, TemplateError, TemplateRules, UnusedTools};
 pub use text_task::{TaskState, TextTask};
 
@@ -242,9 +242,13 @@ impl Tokenizer {
     }
 
     /// The ids of a piece between two added tokens.
-    fn piece_by_reference(&self, piece: &str) -> Result<Arc<[u32]>, TextEncodeError> {
+    fn piece_by_reference(
+        &self,
+        piece: &str,
+        scope: CacheScope,
+    ) -> Result<Arc<[u32]>, TextEncodeError> {
         const VARIANT: u64 = 2;
-        let key = self.cache.key(piece, VARIANT);
+        let key = self.cache.key(piece, scope, VARIANT);
         if let Some(ids) = self.cache.get(key, piece) {
             return Ok(ids);
         }

@@ -36,6 +36,11 @@ pub(super) struct SegmentCache {
     miss_bytes: AtomicU64,
 }
 
+/// Texts that share cached ids. The time of an encoding shows which segments are cached, so that
+/// prompts with separate caches of blocks are separate here too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheScope(u64);
+
 /// The key of a segment's text. Texts that share one replace each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentKey(u64);
@@ -56,6 +61,14 @@ struct CacheShard {
     old: Segments,
     young_bytes: usize,
     old_bytes: usize,
+}
+
+impl CacheScope {
+    /// Of prompts with this cache salt.
+    pub fn of_salt(salt: Option<&str>) -> Self {
+        // Any seed: low bits are those of variants.
+        Self(salt.map_or(0, |salt| xxh3_64_with_seed(salt.as_bytes(), 1) << 8))
+    }
 }
 
 impl SegmentCache {
@@ -81,8 +94,9 @@ impl SegmentCache {
     }
 
     /// `variant` separates the ids that one text has in several places.
-    pub(super) fn key(&self, text: &str, variant: u64) -> SegmentKey {
-        SegmentKey(xxh3_64_with_seed(text.as_bytes(), self.seed ^ variant))
+    pub(super) fn key(&self, text: &str, scope: CacheScope, variant: u64) -> SegmentKey {
+        let seed = self.seed ^ scope.0 ^ variant;
+        SegmentKey(xxh3_64_with_seed(text.as_bytes(), seed))
     }
 
     pub(super) fn get(&self, key: SegmentKey, text: &str) -> Option<Arc<[u32]>> {
@@ -165,7 +179,7 @@ mod tests {
     fn memory_is_bounded_and_used_segments_stay() {
         let cache = SegmentCache::new();
         let ids = vec![1; 1000];
-        let key = |text: &str| cache.key(text, 0);
+        let key = |text: &str| cache.key(text, CacheScope::default(), 0);
         cache.put(key("kept"), "kept", &ids);
         for i in 0..40_000 {
             let text = format!("{i:-<1000}");
@@ -188,7 +202,11 @@ mod tests {
         let fill = |from: usize| {
             for i in from..from + 4_000 {
                 let text = format!("{i:-<1000}");
-                cache.put(cache.key(&text, 0), &text, &[1; 1000]);
+                cache.put(
+                    cache.key(&text, CacheScope::default(), 0),
+                    &text,
+                    &[1; 1000],
+                );
             }
             cache.stats().kept_bytes
         };

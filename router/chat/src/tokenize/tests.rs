@@ -319,6 +319,24 @@ fn a_second_request_encodes_only_new_messages() {
     assert!(after.hit_bytes - before.hit_bytes > 6000);
 }
 
+/// The time of an encoding tells a client nothing about prompts with another salt.
+#[test]
+fn prompts_with_other_salts_share_no_cached_ids() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let long = "some words of a long document ".repeat(200);
+    let misses = |salt: Option<&str>| {
+        let before = tokenizer.cache_stats().miss_bytes;
+        let task = tokenizer.task(&*long, SpecialTokens::Add);
+        let mut task = task.with_cache_scope(CacheScope::of_salt(salt));
+        while task.step(&tokenizer, usize::MAX).unwrap() == TaskState::More {}
+        tokenizer.cache_stats().miss_bytes - before
+    };
+    for salt in [None, Some("a"), Some("b")] {
+        assert!(misses(salt) > 5000, "{salt:?}: of others");
+        assert_eq!(misses(salt), 0, "{salt:?}: its own");
+    }
+}
+
 #[test]
 fn a_text_beyond_the_regex_engines_limits_is_an_error() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();

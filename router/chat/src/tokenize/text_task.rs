@@ -5,6 +5,7 @@
 
 use super::added::{AddedTokens, FoundToken, TokenMatcher};
 use super::bpe::{BpeEncoder, BpeScratch, PiecePlace, SegmentLead};
+use super::segment_cache::CacheScope;
 use super::{EncoderKind, TextEncodeError, Tokenizer};
 use crate::openai::SpecialTokens;
 
@@ -53,6 +54,7 @@ pub struct TextTask<T> {
     text: T,
     special: SpecialTokens,
     tokens_max: usize,
+    cache_scope: CacheScope,
     cuts: CutRule,
     /// The one in use when the task began.
     encoder: EncoderKind,
@@ -103,6 +105,7 @@ impl<T: AsRef<str>> TextTask<T> {
             text,
             special,
             tokens_max: usize::MAX,
+            cache_scope: CacheScope::default(),
             cuts: CutRule::CACHE,
             encoder: tokenizer.encoder(),
             at: 0,
@@ -117,6 +120,15 @@ impl<T: AsRef<str>> TextTask<T> {
     #[must_use]
     pub fn with_tokens_max(self, tokens_max: usize) -> Self {
         Self { tokens_max, ..self }
+    }
+
+    /// Shares cached ids with texts of the same scope only.
+    #[must_use]
+    pub fn with_cache_scope(self, cache_scope: CacheScope) -> Self {
+        Self {
+            cache_scope,
+            ..self
+        }
     }
 
     #[must_use]
@@ -228,7 +240,7 @@ impl<T: AsRef<str>> TextTask<T> {
         let ended = match own {
             None => {
                 self.ids
-                    .extend_from_slice(&tokenizer.piece_by_reference(raw)?);
+                    .extend_from_slice(&tokenizer.piece_by_reference(raw, self.cache_scope)?);
                 true
             }
             Some(own) => {
@@ -241,6 +253,7 @@ impl<T: AsRef<str>> TextTask<T> {
                     tokenizer,
                     own,
                     added,
+                    cache_scope: self.cache_scope,
                     cuts: self.cuts,
                     scratch: &mut self.scratch,
                     ids: &mut self.ids,
@@ -264,6 +277,7 @@ struct SegmentStep<'s> {
     tokenizer: &'s Tokenizer,
     own: &'s BpeEncoder,
     added: &'s AddedTokens,
+    cache_scope: CacheScope,
     cuts: CutRule,
     scratch: &'s mut BpeScratch,
     ids: &'s mut Vec<u32>,
@@ -311,7 +325,7 @@ impl SegmentStep<'_> {
             SegmentLead::None => 0,
             SegmentLead::Blank => 1,
         };
-        let key = cache.key(segment, variant);
+        let key = cache.key(segment, self.cache_scope, variant);
         if let Some(ids) = cache.get(key, segment) {
             self.ids.extend_from_slice(&ids);
             return Ok(segment.len());
