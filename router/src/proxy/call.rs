@@ -129,7 +129,8 @@ impl Call {
             status if status.is_server_error() => RequestEnd::Failed,
             _ => RequestEnd::Refused,
         };
-        tracing::debug!(request_id = ?self.request_id(), %error, "request refused");
+        // Quoted: it may have text of the client.
+        tracing::debug!(request_id = ?self.request_id(), ?error, "request refused");
         self.settle(Settlement::Void, 0);
         let mut response = error.response(self.form);
         self.sign(response.headers_mut());

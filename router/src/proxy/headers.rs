@@ -1,5 +1,6 @@
 //! The headers that are passed on, and those that the router writes.
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -117,16 +118,14 @@ pub(crate) fn request_id(headers: &HeaderMap) -> HeaderValue {
     })
 }
 
-/// An id that this process gives once: a random number of the process, and a count. Needs no system
-/// call, and two processes share ids with a probability of 2^-58.
+/// An id that this process gives once, and that no client can guess: engines refuse a request whose
+/// id is in use. Needs no system call; two processes share ids with a probability of 2^-64.
 fn new_id() -> Uuid {
-    static PROCESS: LazyLock<u64> = LazyLock::new(|| Uuid::new_v4().as_u64_pair().1);
+    static KEYS: LazyLock<[RandomState; 2]> = LazyLock::new(<[RandomState; 2]>::default);
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    // An odd factor maps different counts to different numbers, which do not look alike.
-    let count = COUNT
-        .fetch_add(1, Ordering::Relaxed)
-        .wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    Uuid::from_u64_pair(count, *PROCESS)
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let [high, low] = [&KEYS[0], &KEYS[1]].map(|key| key.hash_one(count));
+    Uuid::from_u64_pair(high, low)
 }
 
 /// Path and query as the client sent them.
@@ -221,6 +220,12 @@ mod tests {
         assert_eq!(request_id(&map(&[("x-request-id", "mine")])), "mine");
         let made = request_id(&HeaderMap::new());
         assert_eq!(made.len(), 36);
-        assert_ne!(made, request_id(&HeaderMap::new()));
+        // One id shows no part of the next.
+        let next = request_id(&HeaderMap::new());
+        let [made, next] = [&made, &next].map(|id| {
+            let (high, low) = id.to_str().unwrap().split_at(18);
+            (high.to_owned(), low.to_owned())
+        });
+        assert!(made.0 != next.0 && made.1 != next.1, "{made:?} {next:?}");
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -193,6 +194,8 @@ struct ConnectMillis(u64);
 pub enum SettingsError {
     #[error("cannot read the settings: {0}")]
     Read(#[from] io::Error),
+    #[error("the settings are a pipe, which cannot be read again")]
+    Pipe,
     #[error("the settings have more than {FILE_BYTES_MAX} bytes")]
     TooLarge,
     #[error(transparent)]
@@ -373,6 +376,10 @@ impl Settings {
 
 pub(super) fn read(path: &Path) -> Result<String, SettingsError> {
     let mut text = String::new();
+    // Opening it would wait for a writer, and no change or signal would be noticed.
+    if std::fs::metadata(path)?.file_type().is_fifo() {
+        return Err(SettingsError::Pipe);
+    }
     let file = File::open(path)?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text)?;
     if text.len() as u64 > FILE_BYTES_MAX {

@@ -233,6 +233,16 @@ async fn a_changed_file_applies_and_a_bad_one_keeps_the_settings() {
     sleep(3 * CHECK_PERIOD).await;
     assert_eq!(live.current().engine_wait_timeout(), Duration::from_secs(3));
     assert_eq!(reloads("refused"), 2);
+    // Opening a pipe would wait for its writer.
+    let made = std::process::Command::new("mkfifo").arg(&path).status();
+    assert!(made.unwrap().success());
+    sleep(3 * CHECK_PERIOD).await;
+    assert_eq!(reloads("refused"), 3);
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, "engine_wait_timeout_secs = 4\n").unwrap();
+    sleep(3 * CHECK_PERIOD).await;
+    assert_eq!(live.current().engine_wait_timeout(), Duration::from_secs(4));
+    fs::remove_file(&path).unwrap();
     stop.cancel();
     tasks.close();
     tasks.wait().await;
