@@ -86,7 +86,7 @@ impl App {
             };
             let addressed = self.addressed(request, &placement.decision)?;
             let sent = self.engines.send(addressed, resend);
-            let cancel = CancelCount::armed(&self.metrics);
+            let cancel = CancelCount::armed(&self.metrics, routing.cancel);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
             let waited = wait_for_head(sent, limits, placement, moves).await;
             cancel.disarm();
@@ -211,11 +211,11 @@ async fn next_signal(watch: Option<&MoveWatch>) -> MoveSignal {
 }
 
 /// Counts a cancel when it is dropped armed: the client closed its connection.
-struct CancelCount<'a>(Option<&'a Metrics>);
+struct CancelCount<'a>(Option<(&'a Metrics, CancelPhase)>);
 
 impl<'a> CancelCount<'a> {
-    const fn armed(metrics: &'a Metrics) -> Self {
-        Self(Some(metrics))
+    fn armed(metrics: &'a Metrics, phase: Option<CancelPhase>) -> Self {
+        Self(phase.map(|phase| (metrics, phase)))
     }
 
     fn disarm(mut self) {
@@ -225,8 +225,8 @@ impl<'a> CancelCount<'a> {
 
 impl Drop for CancelCount<'_> {
     fn drop(&mut self) {
-        if let Some(metrics) = self.0 {
-            metrics.cancelled(CancelPhase::BeforeHead);
+        if let Some((metrics, phase)) = self.0 {
+            metrics.cancelled(phase);
         }
     }
 }

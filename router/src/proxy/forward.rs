@@ -23,7 +23,7 @@ use crate::admission::ShedReason;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestResult};
-use crate::metrics::RetryReason;
+use crate::metrics::{CancelPhase, RetryReason};
 use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
 use crate::spans::TraceStep;
@@ -55,6 +55,9 @@ pub(super) struct Routing {
     pub holds_head: bool,
     /// The request may be aborted on one worker and sent to another.
     pub movable: bool,
+    /// How a client that leaves before the answer's head counts; `None`: the stream that the request
+    /// goes on with counts it.
+    pub cancel: Option<CancelPhase>,
     /// Sources that must not get the request.
     pub exclude: Vec<Source>,
     pub hints: QueueHints,

@@ -28,7 +28,7 @@ use crate::audit::AuditCase;
 use crate::clock::civil_now;
 use crate::error::ProxyError;
 use crate::journal::EntryNumber;
-use crate::metrics::{DecisionStep, RouteLabel};
+use crate::metrics::{CancelPhase, DecisionStep, RouteLabel};
 use crate::openai;
 use crate::route::{Decision, IndexReply, Prompt};
 use crate::spans::TraceStep;
@@ -123,6 +123,7 @@ async fn serve(
         holds_head: resume.is_some(),
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
+        cancel: Some(CancelPhase::BeforeHead),
         exclude: owner.map_or_else(Vec::new, |owner| app.fleet.other_sources(&owner)),
         hints,
     };
@@ -135,9 +136,8 @@ async fn serve(
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();
     let decision = &mut placement.decision;
-    let entry = app
-        .journal
-        .record(request_id, &routing.model, decision, moved_from);
+    let (journal, model) = (&app.journal, &routing.model);
+    let entry = journal.record(request_id, model, decision, moved_from);
     let on_beginning = (route == openai::PromptRoute::Responses)
         .then(|| app.learn_answer(call, &decision.source.worker));
     let resumable = |terms| Box::new(ResumableAnswer::new(app, terms, request.headers, hints));

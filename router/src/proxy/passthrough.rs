@@ -24,7 +24,7 @@ use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
 use crate::error::ProxyError;
-use crate::metrics::RouteLabel;
+use crate::metrics::{CancelPhase, RouteLabel};
 use crate::openai::OpenAiError;
 use crate::route::Prompt;
 use crate::route::prompt::BYTES_PER_TOKEN;
@@ -59,7 +59,15 @@ pub(super) async fn forward(
     target: Target,
 ) -> Result<EngineAnswer, ProxyError> {
     let mut wait = WorkerWait::default();
-    let named = RoutedFields::read(body).await?.model;
+    let RoutedFields {
+        model: named,
+        previous,
+    } = RoutedFields::read(body).await?;
+    let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
+    let target = match owner.transpose()?.flatten() {
+        Some(worker) => Target::Only(worker),
+        None => target,
+    };
     let model = loop {
         match served_model(app, parts, named.clone(), &target) {
             Ok(model) => break model,
@@ -105,6 +113,7 @@ pub(super) async fn forward(
         holds_head: false,
         // Such a request may have effects that an abort leaves half done.
         movable: false,
+        cancel: Some(CancelPhase::BeforeHead),
         exclude: match target {
             Target::Any => Vec::new(),
             Target::Only(worker) => app.fleet.other_sources(&worker),
@@ -160,6 +169,8 @@ fn served_model(
 #[derive(Debug, Default, PartialEq, Eq)]
 struct RoutedFields {
     model: Option<String>,
+    /// `previous_response_id`: a stored answer that the prompt begins with.
+    previous: Option<String>,
 }
 
 impl RoutedFields {
@@ -199,12 +210,16 @@ impl<'de> Visitor<'de> for RoutedFieldsVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RoutedFields, A::Error> {
         let mut fields = RoutedFields::default();
         while let Some(key) = map.next_key::<String>()? {
-            if key == "model" {
-                let value: Value = map.next_value()?;
-                fields.model = value.as_str().map(str::to_owned);
-            } else {
-                map.next_value::<IgnoredAny>()?;
-            }
+            let field = match key.as_str() {
+                "model" => &mut fields.model,
+                "previous_response_id" => &mut fields.previous,
+                _ => {
+                    map.next_value::<IgnoredAny>()?;
+                    continue;
+                }
+            };
+            let value: Value = map.next_value()?;
+            *field = value.as_str().map(str::to_owned);
         }
         Ok(fields)
     }

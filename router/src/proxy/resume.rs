@@ -156,6 +156,7 @@ impl ResumableAnswer {
             streaming: true,
             holds_head: true,
             movable: true,
+            cancel: None,
             exclude: self.lost.clone(),
             hints: self.hints,
         };

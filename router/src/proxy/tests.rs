@@ -4,6 +4,7 @@
 mod hostile;
 mod moving;
 mod queueing;
+mod resuming;
 mod routes;
 mod tenants;
 mod tracing;

@@ -360,11 +360,16 @@ impl Engine {
 
     /// Sends an event, and waits until the client has it.
     pub(super) async fn release(&self, event: &str, response: &mut reqwest::Response) -> String {
-        let event = Bytes::from(event.to_owned());
-        self.stream().send(Ok(event)).await.unwrap();
+        self.send(event).await;
         let chunk = in_time("the client has the event", response.chunk());
         let chunk = chunk.await.unwrap().unwrap();
         String::from_utf8(chunk.to_vec()).unwrap()
+    }
+
+    /// Sends an event on the open stream.
+    pub(super) async fn send(&self, event: &str) {
+        let event = Bytes::from(event.to_owned());
+        self.stream().send(Ok(event)).await.unwrap();
     }
 
     pub(super) fn end_stream(&self) {
@@ -597,6 +602,18 @@ impl World {
         self.app
             .fleet
             .observe(&worker, &url, Observation::ProbePassed);
+    }
+
+    /// Registers a further engine whose model has a known length.
+    pub(super) fn add_bounded(&self, number: usize, engine: &Engine) {
+        let entry = WorkerEntry {
+            max_model_len: Some(1000),
+            ..entry(number, engine)
+        };
+        let (worker, url) = (entry.worker.clone(), entry.url.clone());
+        let fleet = &self.app.fleet;
+        fleet.register(entry);
+        fleet.observe(&worker, &url, Observation::ProbePassed);
     }
 
     /// Registers a further engine by this name.
