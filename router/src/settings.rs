@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{Metrics, ReloadResult};
 
-pub(crate) use engines::EngineAuthorization;
+pub(crate) use engines::{EngineAuthorization, SeparateCaches};
 pub(crate) use file::is_plain_path;
 pub(crate) use file::{CompletionPrompts, RecordingRule, ResumeRule};
 pub use file::{Settings, SettingsError};

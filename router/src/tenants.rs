@@ -25,7 +25,7 @@ use warmroute_process::access::keys::{KeyHash, now_unix_s};
 use warmroute_proto::RouterId;
 use warmroute_proto::tenant_use::TenantUse;
 
-use crate::settings::{EngineAuthorization, LiveSettings, Settings, TenantRules};
+use crate::settings::{EngineAuthorization, LiveSettings, SeparateCaches, Settings, TenantRules};
 pub(crate) use sharing::SharingRouters;
 use usage::TenantUsage;
 pub(crate) use usage::{LimitReached, RateStatus};
@@ -61,7 +61,7 @@ struct TenantTable {
     by_id: HashMap<u64, usize>,
     /// Tenant and key by number.
     by_hash: HashMap<KeyHash, (usize, usize)>,
-    salts_in_use: bool,
+    caches: SeparateCaches,
 }
 
 /// Why a tenant's request is not served.
@@ -200,15 +200,13 @@ impl TenantTable {
         }
         let ids = tenants.iter().enumerate();
         let by_id = ids.map(|(at, tenant)| (tenant.id(), at)).collect();
-        let salts_in_use = tenants
-            .iter()
-            .any(|tenant| tenant.rules.salt_group.is_some());
+        let caches = settings.separate_caches();
         Self {
             settings,
             tenants,
             by_id,
             by_hash,
-            salts_in_use,
+            caches,
         }
     }
 
@@ -240,7 +238,7 @@ impl TenantTable {
             key = tenant.rules.keys[key].id.as_str(),
             "request admitted"
         );
-        Ok(TenantVisit::new(Arc::clone(tenant), self.salts_in_use))
+        Ok(TenantVisit::new(Arc::clone(tenant), self.caches))
     }
 
     /// Tenant and number of a key.

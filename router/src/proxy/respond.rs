@@ -33,9 +33,26 @@ pub(super) struct AnswerReaders {
 
 pub(super) fn respond(
     app: &App,
+    call: Call,
+    answer: EngineAnswer,
+    readers: AnswerReaders,
+) -> Response {
+    let watch = watch(answer.head.response.headers());
+    watched(app, call, answer, readers, watch)
+}
+
+/// An answer that an earlier request generated, and was charged for.
+pub(super) fn respond_stored(app: &App, call: Call, answer: EngineAnswer) -> Response {
+    let readers = AnswerReaders::default();
+    watched(app, call, answer, readers, BodyWatch::Nothing)
+}
+
+fn watched(
+    app: &App,
     mut call: Call,
     answer: EngineAnswer,
     mut readers: AnswerReaders,
+    watch: BodyWatch,
 ) -> Response {
     let EngineHead { response, early } = answer.head;
     let Placement {
@@ -49,7 +66,6 @@ pub(super) fn respond(
     if !is_open_stream(parts.status, &parts.headers) {
         readers.resumable = None;
     }
-    let watch = watch(&parts.headers);
     explain(&mut parts.headers, &decision, call.explanation());
     call.sign(&mut parts.headers);
     let block_tokens = decision.claim.block_tokens.into();

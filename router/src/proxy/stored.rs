@@ -17,7 +17,7 @@ use warmroute_proto::WorkerId;
 use super::App;
 use super::call::Call;
 use super::passthrough::{self, Target};
-use super::respond::{AnswerReaders, respond};
+use super::respond::respond_stored;
 use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
 use crate::tenants::TenantRefusal;
@@ -74,6 +74,11 @@ impl StoredResponses {
         };
         let id: Arc<str> = id.into();
         let mut table = self.table();
+        // A client can choose the id of its answer.
+        let known = table.owners.get(&id);
+        if known.is_some_and(|known| known.tenant != owner.tenant) {
+            return;
+        }
         if table.owners.insert(Arc::clone(&id), owner).is_none() {
             table.oldest.push_back(id);
         }
@@ -129,14 +134,14 @@ pub(super) async fn find(State(app): State<Arc<App>>, request: Request) -> Respo
             Ok(answer) if answer.head.response.status() == StatusCode::NOT_FOUND => {
                 not_found = Some(answer);
             }
-            Ok(answer) => return respond(&app, call, answer, AnswerReaders::default()),
+            Ok(answer) => return respond_stored(&app, call, answer),
             // The worker has left, or has no other usable source.
             Err(ProxyError::NoWorker) => {}
             Err(error) => return app.refuse(call, &error),
         }
     }
     match not_found {
-        Some(answer) => respond(&app, call, answer, AnswerReaders::default()),
+        Some(answer) => respond_stored(&app, call, answer),
         None => call.refuse(&ProxyError::NoWorker),
     }
 }
@@ -166,6 +171,24 @@ mod tests {
             let shown = String::from_utf8_lossy(beginning).into_owned();
             assert_eq!(response_id(beginning), id, "{shown}");
         }
+    }
+
+    /// Another tenant's answer may have an id that its client chose.
+    #[test]
+    fn an_id_stays_with_its_tenant() {
+        let stored = StoredResponses::default();
+        let [a, b] = ["a", "b"].map(|name| AnswerOwner {
+            worker: name.into(),
+            tenant: Some(name.parse().unwrap()),
+        });
+        let beginning = br#"{"id":"resp_1"}"#;
+        stored.learn(a.clone(), beginning);
+        stored.learn(b.clone(), beginning);
+        assert_eq!(
+            stored.worker_for("resp_1", a.tenant.as_ref()),
+            Ok(Some(a.worker))
+        );
+        assert!(stored.worker_for("resp_1", b.tenant.as_ref()).is_err());
     }
 
     #[test]

@@ -70,6 +70,8 @@ pub(super) struct FlightProgress {
     grown_blocks: u64,
     /// Bytes of a JSON answer that is too large to be read.
     unread_bytes: u64,
+    /// Of a JSON answer that came in one piece.
+    usage: Option<TokenUsage>,
     /// The worker that goes on with the stream has sent no output.
     resumes: bool,
     /// All is accounted.
@@ -82,6 +84,7 @@ impl Default for FlightProgress {
             phase: CancelPhase::BeforeFirstToken,
             grown_blocks: 0,
             unread_bytes: 0,
+            usage: None,
             resumes: false,
             is_over: false,
         }
@@ -254,8 +257,8 @@ impl TrackedBody {
             }
             BodyWatch::Json(kept) if kept.len() + data.len() <= JSON_BYTES_MAX => {
                 if self.inner.is_end_stream() && kept.is_empty() {
-                    let usage = TokenUsage::from_json(data);
-                    flight.audit(usage);
+                    // The usual case: read without a copy.
+                    flight.progress.usage = TokenUsage::from_json(data);
                 } else {
                     kept.extend_from_slice(data);
                 }
@@ -343,7 +346,10 @@ impl Flight {
                 watch.finish();
                 watch.usage()
             }
-            BodyWatch::Json(kept) => TokenUsage::from_json(kept),
+            BodyWatch::Json(kept) => {
+                let usage = self.progress.usage;
+                usage.or_else(|| TokenUsage::from_json(kept))
+            }
             BodyWatch::Nothing => None,
         };
         if let Some(slot) = self.slot.take() {

@@ -27,6 +27,7 @@ pub(super) struct EngineSettings {
     pub(super) queue_timeout_secs: Seconds,
     pub(super) max_queued_requests: usize,
     pub(super) max_queued_requests_per_model: usize,
+    salted_messages: bool,
     /// The content of `ca`.
     #[serde(skip)]
     authorities: Authorities,
@@ -47,6 +48,7 @@ impl Default for EngineSettings {
             queue_timeout_secs: Seconds(30),
             max_queued_requests: 10_000,
             max_queued_requests_per_model: 10_000,
+            salted_messages: false,
             authorities: Authorities::default(),
             key: None,
         }
@@ -79,6 +81,15 @@ impl TryFrom<u32> for KvPercent {
     }
 }
 
+/// Whether tenants have caches of their own, on which routes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SeparateCaches {
+    None,
+    /// The engines ignore the salt of `/v1/messages`, or may do so.
+    WithoutMessages,
+    WithMessages,
+}
+
 /// The clients' `Authorization` and `x-api-key` on the way to engines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum EngineAuthorization {
@@ -90,6 +101,17 @@ pub(crate) enum EngineAuthorization {
 }
 
 impl Settings {
+    pub(crate) fn separate_caches(&self) -> SeparateCaches {
+        let mut tenants = self.tenants.iter();
+        if tenants.all(|tenant| tenant.salt_group.is_none()) {
+            SeparateCaches::None
+        } else if self.engines.salted_messages {
+            SeparateCaches::WithMessages
+        } else {
+            SeparateCaches::WithoutMessages
+        }
+    }
+
     pub(crate) fn engine_authorization(&self) -> EngineAuthorization {
         let engines = &self.engines;
         match (engines.authorization, &engines.key) {

@@ -4,10 +4,14 @@ use axum::http::Method;
 use ring::digest::{Context, SHA256};
 
 use super::TenantVisit;
-use crate::openai::{ImposedFields, OpenAiError, OutputBound, impose};
+use crate::openai::{ErrorType, ImposedFields, OpenAiError, OutputBound, RefusedField, impose};
+use crate::settings::SeparateCaches;
 
 /// Begins each salt that the router makes. Clients must not send one that begins so.
 const SALT_PREFIX: &str = "warmroute-";
+
+const MESSAGES: &str = "/v1/messages";
+const RESPONSES: &str = "/v1/responses";
 
 /// Routes whose bodies are forms or files.
 const FORM_ROUTES: [&str; 3] = [
@@ -34,7 +38,7 @@ impl TenantVisit {
         let has_rules = rules.salt_group.is_some()
             || rules.priority.is_some()
             || rules.limits.output_tokens.is_some()
-            || self.salts_in_use;
+            || self.caches != SeparateCaches::None;
         let is_read_elsewhere = ["/v1/chat/completions", "/v1/completions"].contains(&path);
         *method == Method::POST && !FORM_ROUTES.contains(&path) && (has_rules || !is_read_elsewhere)
     }
@@ -43,9 +47,24 @@ impl TenantVisit {
     pub(crate) fn imposed(&self, path: &str, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
         let rules = &self.tenant.rules;
         let mut imposed = ImposedFields::default();
+        let unsalted = rules.salt_group.is_some() && self.caches != SeparateCaches::WithMessages;
+        if unsalted && path == MESSAGES {
+            let message = "The engines are not known to separate the caches of this route.";
+            let error = OpenAiError::new(ErrorType::InvalidRequest, message);
+            return Err(error.with_code("separate_caches"));
+        }
+        if path == RESPONSES {
+            imposed.refused.push(RefusedField::REQUEST_ID);
+            if rules.limits.tokens_per_minute.is_some()
+                || rules.limits.concurrent_requests.is_some()
+            {
+                imposed.refused.push(RefusedField::BACKGROUND);
+            }
+        }
         if !CACHELESS_ROUTES.contains(&path) {
-            if self.salts_in_use {
+            if self.caches != SeparateCaches::None {
                 imposed.reserved_salt = SALT_PREFIX;
+                imposed.refused.extend(RefusedField::TRANSFERS);
             }
             imposed.priority = rules.priority;
             if let Some(group) = &rules.salt_group {
@@ -80,8 +99,8 @@ fn output_bound(path: &str, max: u32) -> Option<OutputBound> {
         "/v1/chat/completions" => (&["max_completion_tokens", "max_tokens"], None),
         // vLLM's default.
         "/v1/completions" => (&["max_tokens"], Some(16)),
-        "/v1/messages" => (&["max_tokens"], None),
-        "/v1/responses" => (&["max_output_tokens"], None),
+        MESSAGES => (&["max_tokens"], None),
+        RESPONSES => (&["max_output_tokens"], None),
         _ => return None,
     };
     Some(OutputBound {

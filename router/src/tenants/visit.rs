@@ -10,6 +10,7 @@ use warmroute_process::access::keys::KeyId;
 use super::usage::{LimitReached, RateStatus};
 use super::{Tenant, TenantRefusal};
 use crate::openai::TokenUsage;
+use crate::settings::SeparateCaches;
 use crate::tenants::budget::BudgetStatus;
 
 /// Generated tokens that are charged together: each charge takes a lock and reads the clock, about
@@ -34,8 +35,7 @@ pub(crate) enum Settlement {
 #[derive(Debug)]
 pub(crate) struct TenantVisit {
     pub(super) tenant: Arc<Tenant>,
-    /// Whether some tenant's prompts are salted, so that clients must not choose such a salt.
-    pub(super) salts_in_use: bool,
+    pub(super) caches: SeparateCaches,
     /// Charged for the prompt.
     prompt: AtomicU64,
     /// Charged for generated tokens.
@@ -44,10 +44,10 @@ pub(crate) struct TenantVisit {
 
 impl TenantVisit {
     /// Takes over a request that has entered.
-    pub(super) const fn new(tenant: Arc<Tenant>, salts_in_use: bool) -> Self {
+    pub(super) const fn new(tenant: Arc<Tenant>, caches: SeparateCaches) -> Self {
         Self {
             tenant,
-            salts_in_use,
+            caches,
             prompt: AtomicU64::new(0),
             generated: AtomicU64::new(0),
         }

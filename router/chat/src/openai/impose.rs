@@ -2,6 +2,7 @@
 //! bytes.
 
 use serde::de::Deserializer as _;
+use serde_json::value::RawValue;
 
 use super::error::OpenAiError;
 use super::fields::{BodyFields, body_error};
@@ -17,13 +18,57 @@ pub type SaltFn<'r> = dyn Fn(Option<&str>) -> String + Send + Sync + 'r;
 #[derive(Default)]
 pub struct ImposedFields<'r> {
     pub salt: Option<Box<SaltFn<'r>>>,
-    /// Clients must not send a salt that begins with it, nor name cache blocks. Empty: they may.
+    /// Clients must not send a salt that begins with it. Empty: they may.
     pub reserved_salt: &'static str,
+    /// Fields that clients must not set, except to `null` or `false`.
+    pub refused: Vec<RefusedField>,
     pub output: Option<OutputBound>,
     pub priority: Option<i64>,
 }
 
-/// The bound of a request's generated tokens.
+/// A field that a client must not set, with the code of the error and its reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RefusedField {
+    pub name: &'static str,
+    pub code: &'static str,
+    pub reason: &'static str,
+}
+
+impl RefusedField {
+    /// They name cache blocks by ids, without a proof of their owner.
+    pub const TRANSFERS: [Self; 2] = [
+        Self::transfer("kv_transfer_params"),
+        Self::transfer("ec_transfer_params"),
+    ];
+    /// Its answer comes before its tokens.
+    pub const BACKGROUND: Self = Self {
+        name: "background",
+        code: "background_not_permitted",
+        reason: "with limits of tokens or of concurrent requests",
+    };
+    /// Another client's stored answer may have this id.
+    pub const REQUEST_ID: Self = Self {
+        name: "request_id",
+        code: "request_id_not_permitted",
+        reason: "for answers that are stored",
+    };
+
+    const fn transfer(name: &'static str) -> Self {
+        Self {
+            name,
+            code: "separate_caches",
+            reason: "where caches are separate",
+        }
+    }
+
+    fn error(self) -> OpenAiError {
+        let Self { name, code, reason } = self;
+        let message = format!("`{name}` is not permitted {reason}.");
+        OpenAiError::invalid(name, message).with_code(code)
+    }
+}
+
+/// The bound of a request's generated tokens, those of all its choices and prompts together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputBound {
     pub max: u32,
@@ -33,13 +78,18 @@ pub struct OutputBound {
     pub default: Option<u32>,
 }
 
-/// They name cache blocks by ids, without a proof of their owner.
-const TRANSFERS: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
+/// Fields that set the number of choices. An engine generates the largest.
+const CHOICES: [&str; 2] = ["n", "best_of"];
 
 const FIELDS: &[&str] = &[
     SALT,
-    TRANSFERS[0],
-    TRANSFERS[1],
+    RefusedField::TRANSFERS[0].name,
+    RefusedField::TRANSFERS[1].name,
+    RefusedField::BACKGROUND.name,
+    RefusedField::REQUEST_ID.name,
+    CHOICES[0],
+    CHOICES[1],
+    "prompt",
     "max_completion_tokens",
     "max_tokens",
     "max_output_tokens",
@@ -59,10 +109,12 @@ pub fn impose(body: &[u8], imposed: &ImposedFields<'_>) -> Result<Option<Vec<u8>
         let message = format!("`{SALT}` must not begin with {reserved:?}.");
         return Err(OpenAiError::invalid(SALT, message).with_code("reserved_salt"));
     }
-    let transfer = TRANSFERS.into_iter().find(|name| fields.has(name));
-    if let Some(name) = transfer.filter(|_| !reserved.is_empty()) {
-        let message = format!("`{name}` is not permitted where caches are separate.");
-        return Err(OpenAiError::invalid(name, message).with_code("separate_caches"));
+    let is_set = |field: &&RefusedField| {
+        let value = fields.raw(field.name);
+        value.is_some_and(|value| value.get() != "false")
+    };
+    if let Some(field) = imposed.refused.iter().find(is_set) {
+        return Err(field.error());
     }
     let mut added: Vec<(&str, String)> = Vec::new();
     if let Some(salt) = &imposed.salt {
@@ -85,20 +137,49 @@ pub fn impose(body: &[u8], imposed: &ImposedFields<'_>) -> Result<Option<Vec<u8>
 
 /// The number of tokens that must be added; fails if the client asks for too many.
 fn missing_output(fields: &BodyFields<'_>, bound: OutputBound) -> Result<Option<u32>, OpenAiError> {
+    let answers = answers(fields)?;
+    let each_max = i64::from(bound.max) / answers;
+    if each_max == 0 {
+        return Err(too_many_tokens(CHOICES[0], bound.max));
+    }
     let mut is_set = false;
     for name in bound.names {
-        let tokens = fields.integer(name).map_err(|_| {
-            let message = format!("`{name}` must be a whole number.");
-            OpenAiError::invalid(name, message).with_code("wrong_type")
-        })?;
-        if tokens.is_some_and(|tokens| tokens > bound.max.into()) {
-            let message = format!("`{name}` is more than the limit of {}.", bound.max);
-            return Err(OpenAiError::invalid(name, message).with_code("too_many_output_tokens"));
+        let tokens = whole_number(fields, name)?;
+        if tokens.is_some_and(|tokens| tokens > each_max) {
+            return Err(too_many_tokens(name, bound.max));
         }
         is_set |= tokens.is_some();
     }
-    let enough = is_set || bound.default.is_some_and(|default| default <= bound.max);
-    Ok((!enough).then_some(bound.max))
+    let default = bound.default.map(i64::from);
+    let enough = is_set || default.is_some_and(|default| default <= each_max);
+    Ok(u32::try_from(each_max).ok().filter(|_| !enough))
+}
+
+/// The texts that a request generates: one for each choice and prompt.
+fn answers(fields: &BodyFields<'_>) -> Result<i64, OpenAiError> {
+    let mut choices = 1;
+    for name in CHOICES {
+        choices = choices.max(whole_number(fields, name)?.unwrap_or(1));
+    }
+    let list = fields.raw("prompt").map(|prompt| prompt.get());
+    let list = list.and_then(|prompt| serde_json::from_str::<Vec<&RawValue>>(prompt).ok());
+    // A list of numbers is one prompt.
+    let is_prompt = |item: &&&RawValue| item.get().starts_with(['"', '[', '{']);
+    let prompts = list.map_or(0, |list| list.iter().filter(is_prompt).count());
+    let prompts = i64::try_from(prompts.max(1)).unwrap_or(i64::MAX);
+    Ok(prompts.saturating_mul(choices))
+}
+
+fn whole_number(fields: &BodyFields<'_>, name: &'static str) -> Result<Option<i64>, OpenAiError> {
+    fields.integer(name).map_err(|_| {
+        let message = format!("`{name}` must be a whole number.");
+        OpenAiError::invalid(name, message).with_code("wrong_type")
+    })
+}
+
+fn too_many_tokens(name: &'static str, max: u32) -> OpenAiError {
+    let message = format!("`{name}` is more than the limit of {max} generated tokens permits.");
+    OpenAiError::invalid(name, message).with_code("too_many_output_tokens")
 }
 
 /// The object with members added, in place of those with the same names.
@@ -184,12 +265,13 @@ mod tests {
     fn a_reserved_salt_is_refused() {
         let fields = ImposedFields {
             reserved_salt: "wr:",
+            refused: RefusedField::TRANSFERS.to_vec(),
             ..ImposedFields::default()
         };
         assert_eq!(imposed(r#"{"cache_salt":"x"}"#, &fields), None);
         let error = impose(br#"{"cache_salt":"wr:x"}"#, &fields).unwrap_err();
         assert_eq!(error.code, Some("reserved_salt"));
-        for name in TRANSFERS {
+        for RefusedField { name, .. } in RefusedField::TRANSFERS {
             let body = format!(r#"{{"{name}":{{"do_remote_prefill":true}}}}"#);
             let error = impose(body.as_bytes(), &fields).unwrap_err();
             assert_eq!(error.code, Some("separate_caches"), "{name}");
@@ -231,6 +313,51 @@ mod tests {
             r#"{"max_tokens":101.0}"#,
         ] {
             assert!(impose(body.as_bytes(), &bounded(None)).is_err(), "{body}");
+        }
+    }
+
+    #[test]
+    fn the_bound_of_the_output_holds_for_all_choices_and_prompts() {
+        for (body, expected) in [
+            (r#"{"n":4,"max_tokens":25}"#, None),
+            (r#"{"n":4}"#, Some(r#"{"n":4,"max_completion_tokens":25}"#)),
+            (r#"{"prompt":[1,2,3],"max_tokens":100}"#, None),
+            (r#"{"prompt":["a","b"],"max_tokens":50}"#, None),
+            (r#"{"n":null,"best_of":1,"max_tokens":100}"#, None),
+        ] {
+            let edited = imposed(body, &bounded(None));
+            assert_eq!(edited.as_deref(), expected, "{body}");
+        }
+        for body in [
+            r#"{"n":4,"max_tokens":26}"#,
+            r#"{"best_of":2,"max_tokens":51}"#,
+            r#"{"prompt":["a","b"],"max_tokens":51}"#,
+            r#"{"prompt":[[1],[2]],"n":"2","max_tokens":26}"#,
+            r#"{"n":101,"max_tokens":1}"#,
+            r#"{"n":101}"#,
+            r#"{"n":1e2,"max_tokens":1}"#,
+            r#"{"n":9223372036854775807,"prompt":["a","b"],"max_tokens":1}"#,
+        ] {
+            assert!(impose(body.as_bytes(), &bounded(None)).is_err(), "{body}");
+        }
+    }
+
+    #[test]
+    fn a_field_is_refused_unless_it_is_null_or_false() {
+        let fields = ImposedFields {
+            refused: vec![RefusedField::BACKGROUND, RefusedField::REQUEST_ID],
+            ..ImposedFields::default()
+        };
+        for body in ["{}", r#"{"background":false}"#, r#"{"request_id":null}"#] {
+            assert_eq!(imposed(body, &fields), None);
+        }
+        for (body, code) in [
+            (r#"{"background":true}"#, "background_not_permitted"),
+            (r#"{"background":"yes"}"#, "background_not_permitted"),
+            (r#"{"request_id":"resp_1"}"#, "request_id_not_permitted"),
+        ] {
+            let error = impose(body.as_bytes(), &fields).unwrap_err();
+            assert_eq!(error.code, Some(code), "{body}");
         }
     }
 

@@ -303,6 +303,95 @@ async fn a_stored_answer_is_its_tenants() {
     }
 }
 
+/// Only some engines read the salt of `/v1/messages`.
+#[tokio::test]
+async fn a_salted_tenant_has_messages_where_the_operator_vouches_for_the_engines() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "salt = \"tenant\"").await;
+    let json = json!({"model": "m", "messages": [], "max_tokens": 1});
+    let messages = || answer(world.post("/v1/messages", &json), KEY);
+    let refused = messages().await;
+    assert_eq!(refused.status(), 400);
+    let error: Value = refused.json().await.unwrap();
+    assert_eq!(error["type"], "error", "in Anthropic's form");
+    assert_eq!(engine.asked(), 0);
+    world.set(&(two("salt = \"tenant\"") + "[engines]\nsalted_messages = true\n"));
+    assert_eq!(messages().await.status(), 200);
+    let sent: Value = serde_json::from_str(&engine.last().body).unwrap();
+    assert!(
+        sent["cache_salt"]
+            .as_str()
+            .unwrap()
+            .starts_with("warmroute-")
+    );
+    // Without separate caches nothing is refused.
+    world.set(&two(""));
+    assert_eq!(messages().await.status(), 200);
+}
+
+/// A prompt that begins with an answer shows it, on whatever route.
+#[tokio::test]
+async fn no_prompt_of_a_tenant_begins_with_anothers_answer() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "").await;
+    world.set(&two("").replace("\"n*\"", "\"*\""));
+    let json = json!({"model": "m", "input": "x", "store_as": "resp_1"});
+    let stored = answer(world.post("/v1/responses", &json), KEY).await;
+    stored.bytes().await.unwrap();
+    engine.stores("render");
+    let json = json!({"model": "m", "input": "x", "previous_response_id": "resp_1"});
+    for path in ["/v1/responses", "/v1/responses/render"] {
+        for (key, status) in [(KEY, 200), (OTHER, 404)] {
+            let next = answer(world.post(path, &json), key).await;
+            assert_eq!(next.status(), status, "{path} {key}");
+        }
+    }
+    // An id that a client chooses may be that of another one's answer.
+    let json = json!({"model": "m", "input": "x", "request_id": "resp_1"});
+    let refused = answer(world.post("/v1/responses", &json), OTHER).await;
+    assert_eq!(refused.status(), 400);
+    assert_error(refused, "request_id_not_permitted").await;
+}
+
+/// The answer to a request in the background comes before its tokens.
+#[tokio::test(start_paused = true)]
+async fn stored_answers_evade_no_limit_and_are_charged_once() {
+    let _frozen = world::Frozen::new();
+    let engine = Engine::start().await;
+    let world = world(&engine, "tokens_per_minute = 1000").await;
+    let prompt: Vec<u32> = (0..64).collect();
+    let json = json!({"model": "m", "prompt": prompt, "store_as": "resp_1"});
+    let stored = answer(world.post("/v1/responses", &json), KEY).await;
+    stored.bytes().await.unwrap();
+    let left = async || {
+        let list = answer(world.request(Method::GET, "/v1/models"), KEY).await;
+        list.headers()["x-ratelimit-remaining-tokens"]
+            .to_str()
+            .unwrap()
+            .to_owned()
+    };
+    // 64 of the prompt, 1 generated.
+    assert_eq!(left().await, "935");
+    for _ in 0..3 {
+        let read = answer(world.request(Method::GET, "/v1/responses/resp_1"), KEY).await;
+        assert_eq!(read.status(), 200);
+        let read: Value = read.json().await.unwrap();
+        assert_eq!(read["usage"]["completion_tokens"], 1);
+    }
+    assert_eq!(left().await, "935");
+    let json = json!({"model": "m", "input": "x", "background": true});
+    let refused = answer(world.post("/v1/responses", &json), KEY).await;
+    assert_eq!(refused.status(), 400);
+    assert_error(refused, "background_not_permitted").await;
+    world.set(&two(""));
+    assert_eq!(
+        answer(world.post("/v1/responses", &json), KEY)
+            .await
+            .status(),
+        200
+    );
+}
+
 async fn assert_error(response: reqwest::Response, code: &str) {
     world::assert_error(response, code).await;
 }
