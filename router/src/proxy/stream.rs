@@ -70,7 +70,7 @@ pub(super) struct FlightProgress {
     grown_blocks: u64,
     /// Bytes of a JSON answer that is too large to be read.
     unread_bytes: u64,
-    /// Of a JSON answer that came in one piece.
+    /// The report in a JSON answer that came in one piece.
     usage: Option<TokenUsage>,
     /// The worker that goes on with the stream has sent no output.
     resumes: bool,

@@ -15,7 +15,7 @@ use tokio::time::{Sleep, sleep};
 use super::idle::{ConnectionActivity, UntakenAnswer};
 
 tokio::task_local! {
-    /// Of the stream that the task serves.
+    /// The state of the stream that the task serves.
     static ANSWER: Cell<AnswerState>;
 }
 

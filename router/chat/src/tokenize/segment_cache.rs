@@ -64,7 +64,7 @@ struct CacheShard {
 }
 
 impl CacheScope {
-    /// Of prompts with this cache salt.
+    /// The scope of prompts with this cache salt.
     pub fn of_salt(salt: Option<&str>) -> Self {
         // Any seed: low bits are those of variants.
         Self(salt.map_or(0, |salt| xxh3_64_with_seed(salt.as_bytes(), 1) << 8))

@@ -319,7 +319,7 @@ fn a_second_request_encodes_only_new_messages() {
     assert!(after.hit_bytes - before.hit_bytes > 6000);
 }
 
-/// The time of an encoding tells a client nothing about prompts with another salt.
+/// The time of an encoding shows no client what prompts with another salt contain.
 #[test]
 fn prompts_with_other_salts_share_no_cached_ids() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
