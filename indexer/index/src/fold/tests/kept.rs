@@ -328,6 +328,7 @@ fn a_record_that_becomes_overdue_ends_kept_credit() {
     assert_eq!(world.heartbeat("w/0"), HeartbeatVerdict::Behind);
     world.wait(source::PATIENCE - Duration::from_secs(1));
     world.deliver_record(&next);
+    world.wait(Duration::ZERO);
     world.now += Duration::from_millis(999);
     assert_eq!(holders(&world, "a"), ["w/0"]);
     world.wait(Duration::from_millis(1));
