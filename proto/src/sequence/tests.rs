@@ -70,6 +70,23 @@ fn other_bytes_under_a_known_number_taint_until_the_next_generation() {
     assert!(reader.is_complete());
 }
 
+/// The payloads of the last records are known, and no more.
+#[test]
+fn other_bytes_are_noticed_as_far_back_as_payloads_are_kept() {
+    let last = RECENT_PAYLOADS as u64 + 9;
+    let verdict_of_other_bytes = |number| {
+        let mut reader = sequencer();
+        for number in 0..=last {
+            accept(&mut reader, 1, number);
+        }
+        reader.accept(start(), Generation(1), RecordNumber(number), 77)
+    };
+    for number in [10, 11, last - 1, last] {
+        assert_eq!(verdict_of_other_bytes(number), SequenceVerdict::Violation);
+    }
+    assert_eq!(verdict_of_other_bytes(9), SequenceVerdict::Duplicate);
+}
+
 #[test]
 fn a_gap_asks_for_recovery_once_per_patience_and_never_after_it_closed() {
     let t0 = start();

@@ -335,6 +335,33 @@ fn the_parts_of_a_split_record_do_not_go_back() {
     }
 }
 
+#[test]
+fn an_answer_to_an_earlier_generation_acknowledges_nothing() {
+    let mut world = World::started(true);
+    world.acks_wait = true;
+    world.publish(&[store(None, &[1])]);
+    let late = std::mem::take(&mut world.waiting);
+    let above = world.core.generation().unwrap();
+    world.core.resync(world.now, above, ResyncReason::Gap);
+    world.drive();
+    world.tick_ms(1_000);
+    let generation = world.core.generation().unwrap();
+    assert!(generation > above);
+    for mut id in late {
+        world.core.acknowledged(world.now, id);
+        id.number = RecordNumber(0);
+        world.core.acknowledged(world.now, id);
+    }
+    let status = world.core.status(world.now);
+    assert_eq!(status.acknowledged, None);
+    assert!(!status.is_image_acknowledged);
+    world.acknowledge_all();
+    let status = world.core.status(world.now);
+    let number = status.acknowledged.map(|point| point.number);
+    assert_eq!(number, Some(RecordNumber(0)));
+    assert!(status.is_image_acknowledged);
+}
+
 /// A claim that does not say when it was made may be of long ago.
 #[test]
 fn nothing_is_claimed_before_the_log_told_its_time() {
