@@ -7,10 +7,10 @@
 //! request. A client that speaks HTTP/2 is known by its preface (`protocol`).
 //!
 //! At the bound the connection that is idle longest is closed for a new one, or one whose client
-//! takes nothing of its answers. While every connection
-//! has a request in flight, further ones get answers to probes only, and 503 otherwise; beyond
-//! `PROBE_CONNECTIONS_MAX` probes in flight they are closed. A connection counts from its beginning:
-//! a TLS handshake is part of it, and such a connection is idle.
+//! takes nothing of its answers. While every connection has a request in flight, further ones get
+//! answers to probes only, and 503 otherwise; beyond `PROBE_CONNECTIONS_MAX` probes in flight they
+//! are closed. A connection counts from its beginning: a TLS handshake is part of it, and such a
+//! connection is idle.
 
 mod idle;
 mod protocol;
