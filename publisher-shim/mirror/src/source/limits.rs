@@ -8,30 +8,68 @@ use warmroute_proto::Tier;
 use super::{EngineWarning, GenerationReason};
 use crate::mirror::TierLimit;
 
-/// Generations that may begin for one reason without a pause.
-const BURST: u32 = 3;
-/// Time after which one more may begin.
-const REFILL_EVERY: Duration = Duration::from_secs(5);
 /// Time between two equal warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 /// Different warnings within that time; names come from the engine.
 const WARNINGS_MAX: usize = 16;
 
+/// Allows a burst, and then one for each interval.
+#[derive(Debug)]
+pub(super) struct TokenBucket {
+    burst: u32,
+    refill_every: Duration,
+    /// Time at which it is full again; `None` before its first use.
+    full_at: Option<Instant>,
+}
+
+impl TokenBucket {
+    /// Three generations for one reason without a pause, and then one each 5 s.
+    const fn of_reason() -> Self {
+        Self::new(3, Duration::from_secs(5))
+    }
+
+    /// Three claims without a pause, and then one each second, whatever the reasons are.
+    pub(super) const fn of_claims() -> Self {
+        Self::new(3, Duration::from_secs(1))
+    }
+
+    const fn new(burst: u32, refill_every: Duration) -> Self {
+        Self {
+            burst,
+            refill_every,
+            full_at: None,
+        }
+    }
+
+    /// Takes a token. Returns the time from which it may be used.
+    fn reserve(&mut self, now: Instant) -> Instant {
+        let due = self.due(now);
+        self.full_at = Some(self.full_at.map_or(now, |at| at.max(now)) + self.refill_every);
+        due
+    }
+
+    /// Takes a token if there is one now.
+    pub(super) fn try_take(&mut self, now: Instant) -> bool {
+        self.due(now) <= now && self.reserve(now) <= now
+    }
+
+    fn due(&self, now: Instant) -> Instant {
+        let until_full = self
+            .full_at
+            .map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        now + until_full.saturating_sub(self.refill_every * (self.burst - 1))
+    }
+}
+
 /// A token bucket for each reason of a generation.
 #[derive(Debug, Default)]
-pub(super) struct GenerationLimiter {
-    /// Time at which the reason's bucket is full again.
-    full_at: BTreeMap<GenerationReason, Instant>,
-}
+pub(super) struct GenerationLimiter(BTreeMap<GenerationReason, TokenBucket>);
 
 impl GenerationLimiter {
     /// Takes a token. Returns the time from which the generation may begin.
     pub(super) fn reserve(&mut self, now: Instant, reason: GenerationReason) -> Instant {
-        let full_at = self.full_at.entry(reason).or_insert(now);
-        *full_at = (*full_at).max(now);
-        let until_full = full_at.saturating_duration_since(now);
-        *full_at += REFILL_EVERY;
-        now + until_full.saturating_sub(REFILL_EVERY * (BURST - 1))
+        let bucket = self.0.entry(reason).or_insert_with(TokenBucket::of_reason);
+        bucket.reserve(now)
     }
 }
 
@@ -89,6 +127,19 @@ mod tests {
         assert_eq!(limiter.reserve(begin, other), begin);
         let due = [(); 4].map(|()| limiter.reserve(after(60), reason));
         assert_eq!(due, [after(60), after(60), after(60), after(65)]);
+    }
+
+    #[test]
+    fn a_bucket_that_is_empty_gives_no_token_and_takes_none() {
+        let mut bucket = TokenBucket::of_claims();
+        let after = |millis| start() + Duration::from_millis(millis);
+        let mut taken = |millis| bucket.try_take(after(millis));
+        assert_eq!(
+            [0, 0, 0, 0, 999].map(&mut taken),
+            [true, true, true, false, false]
+        );
+        assert_eq!([1000, 1000, 2000].map(&mut taken), [true, false, true]);
+        assert_eq!([9000; 4].map(&mut taken), [true, true, true, false]);
     }
 
     #[test]

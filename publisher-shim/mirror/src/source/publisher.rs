@@ -16,8 +16,8 @@ use warmroute_proto::{
 };
 
 use super::backoff::Backoff;
-use super::pack;
-use super::{AppendId, Effect};
+use super::limits::TokenBucket;
+use super::{AppendId, Effect, pack};
 
 /// Records in flight; below what a sequencing reader remembers.
 const WINDOW_MAX: usize = 64;
@@ -107,6 +107,7 @@ pub(super) struct Publisher {
     phase: PublishPhase,
     /// Records are kept and not sent: the log is unreachable, or its end or the lease unconfirmed.
     is_paused: bool,
+    claims: TokenBucket,
     generation: Generation,
     /// No generation up to here may be used again.
     fence: Generation,
@@ -137,6 +138,7 @@ impl Publisher {
             record_bytes_max: RECORD_BYTES_MAX,
             phase: PublishPhase::NoLease,
             is_paused: false,
+            claims: TokenBucket::of_claims(),
             generation: Generation(0),
             fence: Generation(0),
             next: RecordNumber(0),
@@ -334,7 +336,7 @@ impl Publisher {
         match self.phase {
             PublishPhase::NoLease | PublishPhase::Claiming(None) => return,
             PublishPhase::Claiming(Some(due)) => {
-                if due <= now {
+                if due <= now && self.claims.try_take(now) {
                     self.phase = PublishPhase::Claiming(None);
                     let above = self.fence;
                     effects.push_back(Effect::ClaimGeneration { above });

@@ -696,6 +696,31 @@ fn generations_of_one_reason_are_limited_in_rate() {
     }
 }
 
+/// Each reason keeps to its own rate, and an engine that does wrong in several ways adds them up.
+#[test]
+fn generations_of_all_reasons_together_are_limited_in_rate() {
+    let mut world = World::started(true);
+    world.tick_ms(10_000);
+    let first = world.last_generation();
+    for token in 0..50 {
+        let mut other = store(None, &[token]);
+        other["token_ids"] = json!([token + 1000]);
+        match token % 3 {
+            0 => world.publish(&[store(None, &[token]), other]),
+            1 => world.publish(&[store(None, &[token]), unknown_event()]),
+            _ => {
+                let above = world.core.generation().unwrap();
+                world.core.resync(world.now, above, ResyncReason::Mismatch);
+                world.drive();
+            }
+        }
+        world.tick_ms(100);
+    }
+    // The burst, and one each second of the 5 s.
+    let begun = world.last_generation() - first;
+    assert!((6..=8).contains(&begun), "{begun}");
+}
+
 /// A shim that was stopped for long first receives what the engine sent before it was killed.
 #[test]
 fn what_waited_during_a_standstill_proves_nothing() {
