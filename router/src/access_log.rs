@@ -120,7 +120,11 @@ impl AccessLog {
 
     /// Queues the line of a request, if the log is on.
     pub(crate) fn ended(&self, request: &Arc<EndedRequest>) {
-        if self.is_on() && self.queue.try_send(Arc::clone(request)).is_err() {
+        let is_queued = || {
+            let has_place = request.takes_place(&self.queue);
+            has_place && self.queue.try_send(Arc::clone(request)).is_ok()
+        };
+        if self.is_on() && !is_queued() {
             self.metrics.logged(RecordResult::Dropped, 1);
         }
     }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use axum::http::HeaderValue;
+use axum::http::{HeaderValue, StatusCode};
+use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 use warmroute_proto::Source;
 use warmroute_proto::query::SourceState;
@@ -29,6 +30,9 @@ use crate::settings::LiveSettings;
 #[cfg(test)]
 use crate::spans::SpanExporter;
 use crate::spans::{RequestTrace, TraceStep, Tracer};
+
+/// Part of a queue's places for requests without a valid key.
+const UNKNOWN_DIVISOR: usize = 8;
 
 /// Takes each request's report at its end.
 pub(crate) struct CallSinks {
@@ -329,6 +333,17 @@ impl EndedRequest {
             status: report.status,
             end: report.end,
         }
+    }
+}
+
+impl EndedRequest {
+    /// Whether it takes a place in a queue of ended requests. Those without a valid key share a part
+    /// of the places: clients that are not known must not displace the requests of others.
+    pub(crate) fn takes_place<T>(&self, queue: &Sender<T>) -> bool {
+        let taken = queue.max_capacity() - queue.capacity();
+        let is_unknown =
+            self.status == StatusCode::UNAUTHORIZED.as_u16() && self.placement.is_none();
+        !is_unknown || taken < queue.max_capacity() / UNKNOWN_DIVISOR
     }
 }
 

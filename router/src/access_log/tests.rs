@@ -43,10 +43,14 @@ impl Running {
     }
 
     fn request(&self, id: &'static str) {
+        self.request_with(id, 503);
+    }
+
+    fn request_with(&self, id: &'static str, status: u16) {
         let traces = [None, Some(HeaderValue::from_static("00-ab-cd-01"))];
         let id = HeaderValue::from_static(id);
         let mut report = CallReport::new(RouteLabel::Chat, id, traces);
-        report.status = 503;
+        report.status = status;
         report.end = RequestEnd::Shed;
         let request = EndedRequest::new(&report, Duration::from_micros(1500));
         self.log.ended(&Arc::new(request));
@@ -150,4 +154,21 @@ async fn lines_that_cannot_be_written_are_counted_and_no_request_waits() {
     let dropped = "access_log_lines_total{outcome=\"dropped\"}";
     assert_eq!(metrics.value(dropped), 8);
     assert_eq!(ids(&folder.path().join("log")).len(), QUEUE_MAX);
+}
+
+/// Requests without a valid key leave places for others.
+#[tokio::test(start_paused = true)]
+async fn clients_without_a_key_fill_no_queue() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("log");
+    let running = Running::start(settings(&path));
+    running.until_on().await;
+    for _ in 0..QUEUE_MAX {
+        running.request_with("unknown", 401);
+    }
+    running.request("one");
+    running.end().await;
+    let ids = ids(&path);
+    assert_eq!(ids.len(), QUEUE_MAX / 8 + 1);
+    assert_eq!(ids.last().unwrap(), "one");
 }

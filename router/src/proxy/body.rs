@@ -66,7 +66,7 @@ pub(crate) struct BodyBudget {
 #[derive(Clone, Debug)]
 pub(crate) struct BufferedBody {
     pub bytes: Bytes,
-    _share: Arc<BudgetShare>,
+    share: Arc<BudgetShare>,
     /// For bytes that were added to the client's.
     added: Option<Arc<BudgetShare>>,
 }
@@ -103,7 +103,7 @@ impl BufferedBody {
     fn of(bytes: Bytes, share: BudgetShare) -> Self {
         Self {
             bytes,
-            _share: Arc::new(share),
+            share: Arc::new(share),
             added: None,
         }
     }
@@ -240,6 +240,11 @@ impl BodyBudget {
         Some(share)
     }
 
+    #[cfg(test)]
+    pub(super) fn free_bytes(&self) -> usize {
+        self.common.available_permits()
+    }
+
     /// Bytes for what a request can do without; `None` unless more than half of the budget is free.
     pub(super) fn charge_spare(&self, bytes: usize) -> Option<BudgetShare> {
         let is_spare = self.common.available_permits() > self.common_bytes / 2;
@@ -248,7 +253,7 @@ impl BodyBudget {
 
     /// Puts other bytes in a body's place, and charges what they are longer.
     pub(super) fn replace(&self, body: &mut BufferedBody, bytes: Bytes) -> Result<(), ProxyError> {
-        let more = bytes.len().saturating_sub(body.bytes.len());
+        let more = bytes.len().saturating_sub(body.share.held_bytes());
         let share = self.charge(more).ok_or(ProxyError::BuffersFull)?;
         body.added = Some(Arc::new(share));
         body.bytes = bytes;

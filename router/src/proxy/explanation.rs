@@ -1,6 +1,11 @@
-//! Which clients get headers about the routing decision.
+//! Which clients get headers about the routing decision, and what these call a worker.
+
+use std::borrow::Cow;
+use std::sync::LazyLock;
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use ring::hmac::{HMAC_SHA256, Key, sign};
+use uuid::Uuid;
 use warmroute_process::access::is_operator;
 
 use crate::settings::{ExplainRule, Settings};
@@ -13,7 +18,7 @@ const ADMIN_KEY: HeaderName = HeaderName::from_static("x-warmroute-admin-key");
 pub(super) enum Explanation {
     #[default]
     None,
-    /// All but names of workers that are addresses.
+    /// All but names of workers that may be addresses.
     WithoutAddresses,
     Whole,
 }
@@ -34,4 +39,32 @@ impl Explanation {
             ExplainRule::All => Self::WithoutAddresses,
         }
     }
+}
+
+/// A worker's name for clients that may not know addresses. A name may be an address unless it has
+/// letters, digits, `-` and `_` only. Clients can list all addresses of a network, so the name is a
+/// keyed hash. Routers with the same operators' keys show the same names.
+pub(super) fn name_without_address<'w>(settings: &Settings, worker: &'w str) -> Cow<'w, str> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    if worker.bytes().all(is_plain) {
+        return worker.into();
+    }
+    let tag = sign(&name_key(settings), worker.as_bytes());
+    let digits = tag.as_ref().iter().take(4);
+    let digits: String = digits.map(|byte| format!("{byte:02x}")).collect();
+    format!("worker-{digits}").into()
+}
+
+fn name_key(settings: &Settings) -> Key {
+    static OF_PROCESS: LazyLock<Key> = LazyLock::new(|| {
+        let random = [Uuid::new_v4(), Uuid::new_v4()].map(Uuid::into_bytes);
+        Key::new(HMAC_SHA256, random.as_flattened())
+    });
+    let keys = settings.admin_keys();
+    if keys.is_empty() {
+        return OF_PROCESS.clone();
+    }
+    let mut hashes: Vec<_> = keys.iter().map(|one| one.key.hash.to_hex()).collect();
+    hashes.sort_unstable();
+    Key::new(HMAC_SHA256, hashes.concat().as_bytes())
 }

@@ -102,13 +102,26 @@ impl App {
         let imposed = if body.bytes.len() <= INLINE_BYTES_MAX {
             visit.imposed(path, &body.bytes)
         } else {
-            let (visit, bytes) = (Arc::clone(visit), body.bytes.clone());
+            // The client's bytes are kept until the copy is whole.
+            let copied = if visit.adds_members() {
+                body.bytes.len()
+            } else {
+                0
+            };
+            let copy = self.bodies.charge(copied);
+            let copy = copy.ok_or(ProxyError::BuffersFull)?;
+            let (visit, body) = (Arc::clone(visit), body.clone());
             let path = path.to_owned();
-            let imposed = blocking::run(move || visit.imposed(&path, &bytes)).await;
+            let imposed = blocking::run(move || {
+                let imposed = visit.imposed(&path, &body.bytes);
+                drop((body, copy));
+                imposed
+            });
+            let imposed = imposed.await;
             imposed.map_err(|_| ProxyError::Internal("reading the body failed"))?
         };
         if let Some(imposed) = imposed? {
-            body.bytes = imposed.into();
+            self.bodies.replace(&mut body, imposed.into())?;
         }
         Ok(body)
     }

@@ -10,7 +10,7 @@ use axum::http::{Method, Uri};
 use axum::response::Response;
 use bytes::Bytes;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
-use serde_json::Value;
+use serde_json::value::RawValue;
 use warmroute_process::blocking;
 use warmroute_proto::{Seed, WorkerId};
 
@@ -69,7 +69,7 @@ pub(super) async fn forward(
         None => target,
     };
     let model = loop {
-        match served_model(app, parts, named.clone(), &target) {
+        match served_model(app, call, parts, named.clone(), &target) {
             Ok(model) => break model,
             Err(error) if wait.before_retry(app, &error).await => {}
             Err(error) => return Err(error),
@@ -136,10 +136,11 @@ fn is_json(body: &[u8]) -> bool {
     body.trim_ascii_start().starts_with(b"{")
 }
 
-/// The model that a request is for. A single model need not be named; any worker can answer for its
-/// version and for an answer that it stores.
+/// The model that a request is for. A single model need not be named. A worker of any model that the
+/// client may use answers for its version.
 fn served_model(
     app: &App,
+    call: &Call,
     parts: &Parts,
     named: Option<String>,
     target: &Target,
@@ -152,7 +153,11 @@ fn served_model(
     }
     let catalog = app.fleet.catalog();
     let only = match parts.uri.path() {
-        "/version" => catalog.models.keys().next().map(String::as_str),
+        "/version" => {
+            let mut names = catalog.models.keys().map(String::as_str);
+            let own = names.clone().find(|name| call.check_model(name).is_ok());
+            own.or_else(|| names.next())
+        }
         _ => catalog.only_model(),
     };
     only.map(str::to_owned).ok_or_else(|| {
@@ -218,8 +223,9 @@ impl<'de> Visitor<'de> for RoutedFieldsVisitor {
                     continue;
                 }
             };
-            let value: Value = map.next_value()?;
-            *field = value.as_str().map(str::to_owned);
+            // A tree of a whole body's values would take many times its bytes.
+            let value: &RawValue = map.next_value()?;
+            *field = serde_json::from_str(value.get()).ok();
         }
         Ok(fields)
     }

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, StatusCode, header};
 use axum::response::Response;
-use warmroute_process::access::keys::KeyHash;
 use warmroute_proto::Tiers;
 
 use super::App;
 use super::attempt::{EngineHead, Placement};
 use super::call::Call;
-use super::explanation::Explanation;
+use super::explanation::{Explanation, name_without_address};
 use super::forward::EngineAnswer;
 use super::headers;
 use super::resume::ResumableAnswer;
@@ -66,7 +65,7 @@ fn watched(
     if !is_open_stream(parts.status, &parts.headers) {
         readers.resumable = None;
     }
-    explain(&mut parts.headers, &decision, call.explanation());
+    explain(app, &mut parts.headers, &decision, call.explanation());
     call.sign(&mut parts.headers);
     let block_tokens = decision.claim.block_tokens.into();
     call.report.status = parts.status.as_u16();
@@ -107,15 +106,15 @@ fn watch(headers: &HeaderMap) -> BodyWatch {
 
 /// Adds why this worker was chosen, for clients that may know it. The headers show which prompts are
 /// cached, and so what others have sent.
-fn explain(to: &mut HeaderMap, decision: &Decision, explanation: Explanation) {
+fn explain(app: &App, to: &mut HeaderMap, decision: &Decision, explanation: Explanation) {
     let worker = decision.source.worker.as_str();
     let worker = match explanation {
         Explanation::None => return,
-        Explanation::WithoutAddresses if is_address(worker) => {
-            let hash = KeyHash::of(worker.as_bytes()).map(|hash| hash.to_hex());
-            headers::text_value(&format!("worker-{:.8}", hash.unwrap_or_default()))
+        Explanation::WithoutAddresses => {
+            let name = name_without_address(&app.settings.current(), worker);
+            headers::text_value(&name)
         }
-        Explanation::WithoutAddresses | Explanation::Whole => headers::text_value(worker),
+        Explanation::Whole => headers::text_value(worker),
     };
     to.insert(headers::WORKER, worker);
     for (name, number) in [
@@ -132,10 +131,4 @@ fn explain(to: &mut HeaderMap, decision: &Decision, explanation: Explanation) {
     let Tiers { gpu, cpu, disk } = decision.tier_states.map(|state| state.label());
     let tiers = format!("gpu={gpu}, cpu={cpu}, disk={disk}");
     to.insert(headers::TIER_STATES, headers::text_value(&tiers));
-}
-
-/// Whether a worker's name has the form `HOST:PORT`, as that of a worker without `id=`.
-fn is_address(name: &str) -> bool {
-    let port = name.rsplit_once(':').map(|(_, port)| port);
-    port.is_some_and(|port| port.parse::<u16>().is_ok())
 }

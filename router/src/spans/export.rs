@@ -121,9 +121,10 @@ impl Tracer {
     }
 
     pub(crate) fn ended(&self, trace: Box<RequestTrace>, request: &Arc<EndedRequest>) {
+        let has_place = request.takes_place(&self.queue);
         let request = Arc::clone(request);
         let finished = FinishedTrace { trace, request };
-        if self.queue.try_send(finished).is_err() {
+        if !has_place || self.queue.try_send(finished).is_err() {
             self.metrics.traced(RecordResult::Dropped, 1);
         }
     }

@@ -14,7 +14,7 @@ use crate::testing::{TestTask, http_client};
 const REQUESTS: u64 = 3000;
 
 /// Ends requests against this collector, then the process. Returns the metrics.
-async fn end_requests(endpoint: &str) -> Arc<Metrics> {
+async fn end_requests(endpoint: &str, status: u16) -> Arc<Metrics> {
     let text = format!("[tracing]\notlp_endpoint = \"{endpoint}\"\n");
     let settings = LiveSettings::new(Settings::parse(&text).unwrap());
     let metrics = Arc::new(Metrics::new().unwrap());
@@ -26,11 +26,17 @@ async fn end_requests(endpoint: &str) -> Arc<Metrics> {
     }
     for _ in 0..REQUESTS {
         let id = HeaderValue::from_static("r");
-        let report = CallReport::new(RouteLabel::Chat, id, [None, None]);
+        let mut report = CallReport::new(RouteLabel::Chat, id, [None, None]);
+        report.status = status;
         let trace = tracer.begin(None).unwrap();
         let ended = EndedRequest::new(&report, Duration::from_millis(1));
         tracer.ended(trace, &Arc::new(ended));
     }
+    // No task has run since: the queue is full of what may fill it.
+    assert_eq!(
+        traces(&metrics, "dropped"),
+        REQUESTS - if status == 401 { 256 } else { 2048 }
+    );
     tokio::time::sleep(Duration::from_millis(500)).await;
     task.end().await;
     metrics
@@ -45,7 +51,7 @@ fn traces(metrics: &Metrics, outcome: &str) -> u64 {
 async fn a_collector_that_never_answers_delays_nothing() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
-    let metrics = end_requests(&endpoint).await;
+    let metrics = end_requests(&endpoint, 200).await;
     assert_eq!(traces(&metrics, "written"), 0);
     assert_eq!(traces(&metrics, "dropped"), REQUESTS);
 }
@@ -55,6 +61,14 @@ async fn a_collector_that_is_not_there_delays_nothing() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);
-    let metrics = end_requests(&endpoint).await;
+    let metrics = end_requests(&endpoint, 200).await;
     assert_eq!(traces(&metrics, "dropped"), REQUESTS);
+}
+
+/// Clients that are not known leave places for others' spans.
+#[tokio::test(start_paused = true)]
+async fn requests_without_a_key_share_an_eighth_of_the_queue() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    end_requests(&endpoint, 401).await;
 }

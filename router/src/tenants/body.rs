@@ -34,13 +34,16 @@ impl TenantVisit {
     /// Whether a body on this route, which has no further reader, must be checked. The readers of
     /// `/v1/chat/completions` and `/v1/completions` check it too.
     pub(crate) fn changes_body(&self, method: &Method, path: &str) -> bool {
-        let rules = &self.tenant.rules;
-        let has_rules = rules.salt_group.is_some()
-            || rules.priority.is_some()
-            || rules.limits.output_tokens.is_some()
-            || self.caches != SeparateCaches::None;
+        let has_rules = self.adds_members() || self.caches != SeparateCaches::None;
         let is_read_elsewhere = ["/v1/chat/completions", "/v1/completions"].contains(&path);
         *method == Method::POST && !FORM_ROUTES.contains(&path) && (has_rules || !is_read_elsewhere)
+    }
+
+    /// Whether a body may get further members, for which it is copied.
+    pub(crate) fn adds_members(&self) -> bool {
+        let rules = &self.tenant.rules;
+        let is_bounded = rules.limits.output_tokens.is_some();
+        rules.salt_group.is_some() || rules.priority.is_some() || is_bounded
     }
 
     /// The body for the engine; `None` if it is the client's.

@@ -1,7 +1,9 @@
 //! Fields of a request that the router sets or bounds for a tenant. All other members keep their
 //! bytes.
 
-use serde::de::Deserializer as _;
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::error::OpenAiError;
@@ -162,12 +164,35 @@ fn answers(fields: &BodyFields<'_>) -> Result<i64, OpenAiError> {
         choices = choices.max(whole_number(fields, name)?.unwrap_or(1));
     }
     let list = fields.raw("prompt").map(|prompt| prompt.get());
-    let list = list.and_then(|prompt| serde_json::from_str::<Vec<&RawValue>>(prompt).ok());
-    // A list of numbers is one prompt.
-    let is_prompt = |item: &&&RawValue| item.get().starts_with(['"', '[', '{']);
-    let prompts = list.map_or(0, |list| list.iter().filter(is_prompt).count());
-    let prompts = i64::try_from(prompts.max(1)).unwrap_or(i64::MAX);
-    Ok(prompts.saturating_mul(choices))
+    let list = list.and_then(|prompt| serde_json::from_str::<PromptCount>(prompt).ok());
+    let PromptCount(prompts) = list.unwrap_or_default();
+    Ok(prompts.max(1).saturating_mul(choices))
+}
+
+/// The prompts of a list, in which numbers are tokens of one prompt. Counted without a list of the
+/// items, which would take many times their bytes.
+#[derive(Default)]
+struct PromptCount(i64);
+
+impl<'de> Deserialize<'de> for PromptCount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(Self(0))
+    }
+}
+
+impl<'de> Visitor<'de> for PromptCount {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of prompts")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut items: A) -> Result<Self, A::Error> {
+        while let Some(item) = items.next_element::<&RawValue>()? {
+            self.0 += i64::from(item.get().starts_with(['"', '[', '{']));
+        }
+        Ok(self)
+    }
 }
 
 fn whole_number(fields: &BodyFields<'_>, name: &'static str) -> Result<Option<i64>, OpenAiError> {

@@ -279,6 +279,80 @@ async fn a_client_learns_nothing_about_caches_and_addresses() {
     }
 }
 
+/// A client cannot compute the names from the addresses that it suspects.
+#[tokio::test]
+async fn names_of_addresses_are_keyed_and_the_same_at_all_routers() {
+    let engine = Engine::start().await;
+    let mut names = Vec::new();
+    for (worker, operator) in [
+        ("10.0.0.1:8000", "a"),
+        ("10.0.0.1:8000", "a"),
+        ("10.0.0.1:8000", "b"),
+        ("10.0.0.1:8000", ""),
+        ("10.0.0.2:8000", ""),
+        ("engine.internal", "a"),
+        ("engine.internal:8000/base", "a"),
+        ("gpu_0-a", "a"),
+    ] {
+        let world = World::with(&[]).await;
+        world.add_named(worker, &engine);
+        let hash = KeyHash::of(operator.as_bytes()).unwrap().to_hex();
+        let key = format!("keys = [{{ id = \"o\", sha256 = \"{hash}\", role = \"read\" }}]");
+        let keys = if operator.is_empty() { "" } else { &*key };
+        world.set(&format!("[admin]\nexplain_headers = \"all\"\n{keys}"));
+        let answer = world.send("/v1/completions", &body(3)).await;
+        names.push(answer.headers()["x-warmroute-worker"].clone());
+    }
+    let plain = KeyHash::of(b"10.0.0.1:8000").unwrap().to_hex();
+    let [one, same, other, without, next, host, path, named] = &names[..] else {
+        panic!("{names:?}");
+    };
+    assert_eq!(one, same);
+    assert!(
+        one != other && one != without && without != next,
+        "{names:?}"
+    );
+    for name in [one, other, without, next, host, path] {
+        let name = name.to_str().unwrap();
+        let digits = name.strip_prefix("worker-").unwrap();
+        assert_eq!(digits.len(), 8, "{name}");
+        assert!(!plain.starts_with(digits), "{name}");
+    }
+    assert_eq!(named, "gpu_0-a");
+}
+
+/// The workers of any of its models answer.
+#[tokio::test]
+async fn a_tenant_gets_the_version_of_a_model_that_it_may_use() {
+    let [first, own] = [Engine::start().await, Engine::start().await];
+    let world = world(&first, "").await;
+    let version = || answer(world.request(Method::GET, "/version"), OTHER);
+    assert_eq!(version().await.status(), 403);
+    world.add_serving(1, &own, "n1");
+    assert_eq!(version().await.status(), 200);
+    assert_eq!((first.asked(), own.asked()), (0, 1));
+}
+
+/// Two copies of a body are there while its salt is added.
+#[tokio::test]
+async fn a_copy_with_a_salt_is_charged_to_the_budget() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "salt = \"tenant\"").await;
+    let json = json!({"model": "m", "input": "x".repeat(100_000)});
+    let send = async || {
+        let sent = answer(world.post("/v1/embeddings", &json), KEY).await;
+        sent.status().as_u16()
+    };
+    assert_eq!(send().await, 200);
+    world.until_quiet().await;
+    let free = world.app.bodies.free_bytes();
+    let rest = world.app.bodies.charge(free - 150_000).unwrap();
+    assert_eq!(send().await, 503);
+    world.set(&two(""));
+    assert_eq!(send().await, 200);
+    drop(rest);
+}
+
 #[tokio::test]
 async fn a_stored_answer_is_its_tenants() {
     let engine = Engine::start().await;
