@@ -25,6 +25,7 @@ use warmroute_process::access::keys::{KeyHash, now_unix_s};
 use warmroute_proto::RouterId;
 use warmroute_proto::tenant_use::TenantUse;
 
+use crate::openai::PriorityRule;
 use crate::settings::{EngineAuthorization, LiveSettings, SeparateCaches, Settings, TenantRules};
 pub(crate) use sharing::SharingRouters;
 use usage::TenantUsage;
@@ -38,6 +39,8 @@ pub(crate) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 #[derive(Debug)]
 struct Tenant {
     rules: TenantRules,
+    /// What engines get as its requests' priority.
+    priority: PriorityRule,
     usage: Arc<TenantUsage>,
 }
 
@@ -188,9 +191,18 @@ impl TenantTable {
                 None => Arc::new(TenantUsage::new(&rules.limits, now)),
             }
         };
+        let has_levels = settings.tenants.iter().any(|one| one.priority.is_some());
+        let priority = |rules: &TenantRules| match rules.priority {
+            Some(level) => PriorityRule::Fixed(level),
+            None if has_levels && !rules.client_priority => PriorityRule::Unranked,
+            None => PriorityRule::Client,
+        };
         let tenant = |rules: &TenantRules| {
-            let (rules, usage) = (rules.clone(), usage(rules));
-            Arc::new(Tenant { rules, usage })
+            Arc::new(Tenant {
+                priority: priority(rules),
+                usage: usage(rules),
+                rules: rules.clone(),
+            })
         };
         let tenants: Vec<_> = settings.tenants.iter().map(tenant).collect();
         let mut by_hash = HashMap::new();
@@ -211,6 +223,11 @@ impl TenantTable {
     }
 
     fn admit(&self, headers: &mut HeaderMap) -> Result<TenantVisit, DoorRefusal> {
+        // Proxies and engines may read another one of them.
+        let is_repeated = |name| headers.get_all(name).iter().nth(1).is_some();
+        if is_repeated(&header::AUTHORIZATION) || is_repeated(&API_KEY) {
+            return Err(TenantRefusal::UnknownKey.into());
+        }
         let by_bearer = bearer(headers).map(|key| self.owner(key));
         let by_api_key = headers.get(API_KEY).map(|key| self.owner(key.as_bytes()));
         if by_bearer.is_none() && by_api_key.is_none() {

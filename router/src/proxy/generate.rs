@@ -32,6 +32,7 @@ use crate::metrics::{CancelPhase, DecisionStep, RouteLabel};
 use crate::openai;
 use crate::route::{Decision, IndexReply, Prompt};
 use crate::spans::TraceStep;
+use crate::tenants::TenantVisit;
 use crate::tokenize::EncoderKind;
 
 /// Bodies above are prepared on another thread; below, that takes less than a millisecond.
@@ -159,7 +160,7 @@ async fn planned(
 ) -> Result<Plan, ProxyError> {
     let plan = loop {
         let began = Instant::now();
-        match app.plan(call.tenant_name(), route, body).await {
+        match app.plan(call.tenant(), route, body).await {
             Ok(plan) => {
                 call.report.step(TraceStep::Tokenize, began);
                 break plan;
@@ -219,7 +220,7 @@ impl App {
 
     pub(super) async fn plan(
         &self,
-        tenant: Option<&KeyId>,
+        tenant: Option<&Arc<TenantVisit>>,
         route: openai::PromptRoute,
         body: &BufferedBody,
     ) -> Result<Plan, ProxyError> {
@@ -229,7 +230,8 @@ impl App {
             catalog: self.fleet.catalog(),
             tokenizers: Arc::clone(&tokenizers),
             policy: self.policy,
-            answer_models: self.answer_models(tenant),
+            answer_models: self.answer_models(tenant.map(|tenant| tenant.name())),
+            tenant: tenant.cloned(),
             now: civil_now(),
             prompt_bytes_max: settings.max_prompt_bytes(),
             sampling: if number.is_multiple_of(COMPARED_ONE_IN) {

@@ -19,6 +19,7 @@ use crate::openai::{
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt, SessionKey};
 use crate::settings::{CompletionPrompts, ResumeRule};
+use crate::tenants::TenantVisit;
 use crate::tokenize::{CacheScope, CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
@@ -55,6 +56,8 @@ pub(super) struct PlanInputs {
     pub policy: Policy,
     /// For requests that name an earlier answer and no model.
     pub answer_models: AnswerModels,
+    /// The client's, if there are tenants.
+    pub tenant: Option<Arc<TenantVisit>>,
     /// For chat templates with a date.
     pub now: CivilTime,
     /// Larger prompts are not tokenized.
@@ -188,7 +191,11 @@ pub(super) fn begin(
         let previous = parsed.info.previous_response.as_deref();
         parsed.info.model = previous.and_then(|id| (inputs.answer_models)(id));
     }
-    let (_, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
+    let (name, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
+    // Before the prompt is read: the time would show that the model exists.
+    if let Some(tenant) = &inputs.tenant {
+        tenant.check_model(name)?;
+    }
     let trust = prompt_trust(&parsed, model);
     let source = token_source(&parsed, trust, model, inputs, limits);
     let ready = |plan: Result<Plan, _>| plan.map(|plan| Planning::Ready(Box::new(plan)));

@@ -147,7 +147,7 @@ impl ResumableAnswer {
         let share = app.bodies.charge(body.len());
         let body = BufferedBody::new(body, share.ok_or(ProxyError::BuffersFull)?);
         let route = PromptRoute::Completions;
-        let plan = app.plan(call.tenant_name(), route, &body).await?;
+        let plan = app.plan(call.tenant(), route, &body).await?;
         let index = app.query_planned(&plan.prompt, plan.unhashed).await;
         let mut routing = Routing {
             model: plan.model,

@@ -4,7 +4,9 @@ use axum::http::Method;
 use ring::digest::{Context, SHA256};
 
 use super::TenantVisit;
-use crate::openai::{ErrorType, ImposedFields, OpenAiError, OutputBound, RefusedField, impose};
+use crate::openai::{
+    ErrorType, ImposedFields, OpenAiError, OutputBound, PriorityRule, RefusedField, impose,
+};
 use crate::settings::SeparateCaches;
 
 /// Begins each salt that the router makes. Clients must not send one that begins so.
@@ -43,7 +45,8 @@ impl TenantVisit {
     pub(crate) fn adds_members(&self) -> bool {
         let rules = &self.tenant.rules;
         let is_bounded = rules.limits.output_tokens.is_some();
-        rules.salt_group.is_some() || rules.priority.is_some() || is_bounded
+        let is_ranked = self.tenant.priority != PriorityRule::Client;
+        rules.salt_group.is_some() || is_ranked || is_bounded
     }
 
     /// The body for the engine; `None` if it is the client's.
@@ -69,7 +72,7 @@ impl TenantVisit {
                 imposed.reserved_salt = SALT_PREFIX;
                 imposed.refused.extend(RefusedField::TRANSFERS);
             }
-            imposed.priority = rules.priority;
+            imposed.priority = self.tenant.priority;
             if let Some(group) = &rules.salt_group {
                 let group = group.as_str();
                 imposed.salt = Some(Box::new(move |own| group_salt(group, own)));

@@ -49,7 +49,15 @@ async fn a_key_is_taken_from_either_header_and_removed() {
         assert!(tenants.enter(&mut headers).unwrap().is_some());
         assert_eq!(headers.len(), 1, "{headers:?}");
     }
+    let repeated = |name: &'static str| {
+        let mut headers = bearer_of(KEY);
+        headers.append(name, HeaderValue::from_static("Bearer wr-second"));
+        headers.append(name, HeaderValue::from_static("x"));
+        headers
+    };
     for (mut headers, error) in [
+        (repeated("authorization"), TenantRefusal::UnknownKey),
+        (repeated("x-api-key"), TenantRefusal::UnknownKey),
         (HeaderMap::new(), TenantRefusal::NoKey),
         (bearer_of("wr-third"), TenantRefusal::UnknownKey),
         (bearer_of(""), TenantRefusal::UnknownKey),

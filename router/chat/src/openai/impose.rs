@@ -25,7 +25,28 @@ pub struct ImposedFields<'r> {
     /// Fields that clients must not set, except to `null` or `false`.
     pub refused: Vec<RefusedField>,
     pub output: Option<OutputBound>,
-    pub priority: Option<i64>,
+    pub priority: PriorityRule,
+}
+
+/// Which `priority` an engine gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PriorityRule {
+    /// The client's, if it sends one.
+    #[default]
+    Client,
+    Fixed(i64),
+    /// The engine's default, 0: others have a fixed one, which a client must not undercut.
+    Unranked,
+}
+
+impl PriorityRule {
+    fn added(self, fields: &BodyFields<'_>) -> Option<i64> {
+        match self {
+            Self::Fixed(level) => Some(level),
+            Self::Unranked if fields.has(PRIORITY) => Some(0),
+            Self::Client | Self::Unranked => None,
+        }
+    }
 }
 
 /// A field that a client must not set, with the code of the error and its reason.
@@ -92,6 +113,7 @@ const FIELDS: &[&str] = &[
     CHOICES[0],
     CHOICES[1],
     "prompt",
+    PRIORITY,
     "max_completion_tokens",
     "max_tokens",
     "max_output_tokens",
@@ -128,7 +150,7 @@ pub fn impose(body: &[u8], imposed: &ImposedFields<'_>) -> Result<Option<Vec<u8>
     {
         added.push((bound.names[0], tokens.to_string()));
     }
-    if let Some(priority) = imposed.priority {
+    if let Some(priority) = imposed.priority.added(&fields) {
         added.push((PRIORITY, priority.to_string()));
     }
     if added.is_empty() {
@@ -389,10 +411,17 @@ mod tests {
     #[test]
     fn a_priority_replaces_the_clients() {
         let fields = ImposedFields {
-            priority: Some(5),
+            priority: PriorityRule::Fixed(5),
             ..ImposedFields::default()
         };
         let edited = imposed(r#"{"priority":-9,"a":1}"#, &fields);
         assert_eq!(edited.as_deref(), Some(r#"{"a":1,"priority":5}"#));
+        let fields = ImposedFields {
+            priority: PriorityRule::Unranked,
+            ..ImposedFields::default()
+        };
+        let edited = imposed(r#"{"priority":-9,"a":1}"#, &fields);
+        assert_eq!(edited.as_deref(), Some(r#"{"a":1,"priority":0}"#));
+        assert_eq!(imposed(r#"{"a":1}"#, &fields), None);
     }
 }

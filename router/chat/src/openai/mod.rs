@@ -22,7 +22,7 @@ mod usage;
 pub use chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
-pub use impose::{ImposedFields, OutputBound, RefusedField, SaltFn, impose};
+pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn, impose};
 pub use prompt_slot::PromptSlot;
 pub use request::{OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse};
 pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};

@@ -1,4 +1,6 @@
+use axum::http::HeaderMap;
 use std::path::Path;
+use warmroute_process::access::keys::KeyHash;
 
 use prometheus::IntGauge;
 use serde_json::json;
@@ -10,6 +12,8 @@ use crate::config::Limits;
 use crate::fleet::Parity;
 use crate::proxy::prompt_jobs::PlanJob;
 use crate::proxy::prompt_pool::PromptJob as _;
+use crate::settings::{LiveSettings, Settings};
+use crate::tenants::{TenantRefusal, Tenants};
 use crate::tokenize::CivilTime;
 use crate::tokenizers::{TokenizerTable, TokenizerVersion};
 
@@ -73,6 +77,7 @@ fn inputs() -> PlanInputs {
         tokenizers: Arc::default(),
         policy: Policy::Kv,
         answer_models: Arc::new(|_| None),
+        tenant: None,
         now: CivilTime::from_unix(0),
         prompt_bytes_max: 1 << 20,
         sampling: TextSampling::Discard,
@@ -127,6 +132,39 @@ fn token_ids_are_hashed_with_adapter_and_salt() {
     let body = json!({"model": "a", "prompt": tokens(40), "cache_salt": "s"});
     let seed = Seed::new(Some("a"), Some("s"));
     assert_eq!(completion(&body).prompt.blocks(), hashes(&tokens(40), seed));
+}
+
+/// A model that a tenant may not use costs no tokens, and no time by which it shows.
+#[tokio::test]
+async fn a_prompt_for_a_forbidden_model_is_not_encoded() {
+    let hash = KeyHash::of(b"k").unwrap().to_hex();
+    let rules = format!(
+        "[[tenants]]\nname = \"t\"\nmodels = [\"n\"]\n\
+         keys = [{{ id = \"k\", sha256 = \"{hash}\" }}]\n"
+    );
+    let settings = LiveSettings::new(Settings::parse(&rules).unwrap());
+    let key = (
+        "authorization".parse().unwrap(),
+        "Bearer k".parse().unwrap(),
+    );
+    let mut headers = HeaderMap::from_iter([key]);
+    let inputs = PlanInputs {
+        tenant: Tenants::new(settings).enter(&mut headers).unwrap(),
+        ..with_tokenizer()
+    };
+    let limits = WorkLimits {
+        budget: None,
+        is_cancelled: &|| false,
+    };
+    let body = chat("hello");
+    let planning = begin(
+        PromptRoute::ChatCompletions,
+        body.as_bytes(),
+        &inputs,
+        &limits,
+    );
+    let refused = planning.err().expect("no work");
+    assert_eq!(refused, ProxyError::Tenant(TenantRefusal::Model));
 }
 
 /// With the token ids of the engine's chat route, and the seed of adapter and salt.
@@ -430,7 +468,7 @@ async fn work_ends_when_the_client_has_gone() {
     };
     assert_eq!(plan.unhashed, Some("template_failed"));
     let budget = budget(16 << 20);
-    let headers = axum::http::HeaderMap::new();
+    let headers = HeaderMap::new();
     let body = budget.read(&headers, body.into()).await.unwrap();
     let route = PromptRoute::ChatCompletions;
     let (mut job, planned) = PlanJob::new(route, body, inputs, budget);

@@ -104,7 +104,7 @@ async fn a_tenant_sees_and_uses_its_models_and_no_engine_gets_its_key() {
     // A model that exists and one that does not look alike.
     let mut refusals = Vec::new();
     for model in ["m", "x"] {
-        for path in ["/v1/completions", "/v1/embeddings"] {
+        for path in ["/v1/completions", "/v1/embeddings", "/v1/responses/render"] {
             let json = json!({"model": model, "prompt": [1], "input": "x"});
             let refused = answer(world.post(path, &json), OTHER).await;
             assert_eq!(refused.status(), 403, "{model} {path}");
@@ -240,6 +240,29 @@ async fn a_salted_tenant_shares_no_cache_entry_and_no_client_can_ask_for_its_sal
         }
     }
     assert_eq!(engine.asked(), asked + 1);
+}
+
+/// A tenant without a level does not overtake those with one inside the engines.
+#[tokio::test]
+async fn engines_get_no_priority_that_a_client_chose_beside_levels() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "").await;
+    let own = json!({"model": "m", "prompt": [1], "input": "x", "priority": -9});
+    for (rules, level_of_b, sent) in [
+        ("", "", json!(-9)),
+        ("", "priority = 5", json!(0)),
+        ("client_priority = true", "priority = 5", json!(-9)),
+        ("priority = 2", "", json!(2)),
+    ] {
+        let models = "models = [\"n*\"]";
+        world.set(&two(rules).replace(models, level_of_b));
+        for path in ["/v1/completions", "/v1/embeddings"] {
+            let served = answer(world.post(path, &own), KEY).await;
+            assert_eq!(served.status(), 200);
+            let body: Value = serde_json::from_str(&engine.last().body).unwrap();
+            assert_eq!(body["priority"], sent, "{rules} {level_of_b} {path}");
+        }
+    }
 }
 
 /// Headers about decisions show which prompts are cached: nothing by default, and no address ever.
