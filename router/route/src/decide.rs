@@ -25,6 +25,7 @@ use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
 use super::index_view::{TrustedAnswer, TrustedSource};
 use super::prompt::{Prompt, PromptBasis};
+use super::prompt_match::{CutMatch, PromptMatch};
 use super::room::SourceRoom;
 use super::slots::{SlotKey, Slots};
 use super::slowness::SlownessTracker;
@@ -185,10 +186,12 @@ impl Decision {
 /// Chooses a source, or returns why there is none.
 pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, RouteRefusal> {
     let eligible = eligible(input)?;
-    let mut weighed: Vec<Terms> = eligible
-        .iter()
-        .map(|candidate| terms(input, candidate))
-        .collect();
+    let matched = PromptMatch::new(input);
+    let weigh = |candidate: &&Candidate| {
+        let cut = matched.cut(candidate.block_size);
+        terms(input, cut, candidate)
+    };
+    let mut weighed: Vec<Terms> = eligible.iter().map(weigh).collect();
     if input.knobs.policy.is_timed() {
         level_near_times(&mut weighed);
     }
@@ -245,30 +248,24 @@ fn credit_max(prompt: &Prompt, candidate: &Candidate) -> u32 {
 }
 
 /// Blocks from depth 0 that the engine reported as cached, where the index is not complete.
-fn reported(
-    input: &DecisionInput<'_>,
-    candidate: &Candidate,
-    known: Option<&TrustedSource>,
-) -> u32 {
+fn reported(cut: &CutMatch<'_>, candidate: &Candidate, known: Option<&TrustedSource>) -> u32 {
     let is_complete = known.is_some_and(|known| known.state() == SourceState::Exact);
     if is_complete || !candidate.main_attention_only {
         return 0;
     }
-    let prompt = input.prompt.cut(candidate.block_size);
-    input
-        .expected
-        .reported
-        .longest(candidate.id, prompt.sampled())
+    cut.reported.of(candidate.id)
 }
 
 /// Blocks from depth 0 that were sent to the candidate before; `None` where the index answers.
-fn approximated(input: &DecisionInput<'_>, candidate: &Candidate) -> Option<u32> {
-    let known = input.trusted.of(candidate.id);
-    let prompt = input.prompt.cut(candidate.block_size);
-    let is_answered = prompt.basis() == PromptBasis::Tokens
+fn approximated(
+    cut: &CutMatch<'_>,
+    candidate: &Candidate,
+    known: Option<&TrustedSource>,
+) -> Option<u32> {
+    let is_answered = cut.prompt.basis() == PromptBasis::Tokens
         && known.is_some_and(|known| known.state() != SourceState::Unknown)
-        && is_comparable(prompt, candidate);
-    (!is_answered).then(|| input.expected.sent.longest(candidate.id, prompt.sampled()))
+        && is_comparable(cut.prompt, candidate);
+    (!is_answered).then(|| cut.sent.of(candidate.id))
 }
 
 /// A candidate's credit, capped.
@@ -279,12 +276,16 @@ struct CandidateCredit {
     state: SourceState,
 }
 
-fn credit(input: &DecisionInput<'_>, candidate: &Candidate, credit_max: u32) -> CandidateCredit {
-    let known = input.trusted.of(candidate.id);
+fn credit(
+    cut: &CutMatch<'_>,
+    candidate: &Candidate,
+    known: Option<&TrustedSource>,
+    credit_max: u32,
+) -> CandidateCredit {
     let run = known.map(|known| known.run).unwrap_or_default();
     let mut overlap = cost::capped(run, credit_max);
     let state = known.map_or(SourceState::Unknown, |known| known.credit_state(&overlap));
-    let reported = reported(input, candidate, known).min(credit_max);
+    let reported = reported(cut, candidate, known).min(credit_max);
     let reported_blocks = reported.saturating_sub(cost::overlap_blocks(overlap));
     overlap.gpu += reported_blocks;
     CandidateCredit {
@@ -306,24 +307,18 @@ struct ExpectedBlocks {
 }
 
 fn expected(
-    input: &DecisionInput<'_>,
+    cut: &CutMatch<'_>,
     candidate: &Candidate,
+    known: Option<&TrustedSource>,
     overlap_blocks: u32,
-    credit_max: u32,
 ) -> ExpectedBlocks {
-    let (id, prompt) = (candidate.id, input.prompt.cut(candidate.block_size));
-    let predicted = match input.except {
-        None => input.expected.predictions.predicted(id, prompt.sampled()),
-        Some(slot) => {
-            let predictions = &input.expected.predictions;
-            predictions.predicted_without(id, prompt.sampled(), slot, input.now)
-        }
-    };
-    let approximate = approximated(input, candidate);
+    let predicted = cut.predicted.of(candidate.id);
+    let approximate = approximated(cut, candidate, known);
+    let credit_max = credit_max(cut.prompt, candidate);
     let by_prediction = cost::predicted_beyond(predicted, overlap_blocks, credit_max);
     // The index's credit needs equal blocks. What was sent was hashed by a router.
     let sent = approximate.unwrap_or(0);
-    let by_sent = cost::predicted_beyond(sent, overlap_blocks, prompt.credit_max());
+    let by_sent = cost::predicted_beyond(sent, overlap_blocks, cut.prompt.credit_max());
     ExpectedBlocks {
         predicted,
         approximate,
@@ -336,23 +331,20 @@ fn expected(
     }
 }
 
-fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
-    let (id, knobs) = (candidate.id, input.knobs);
-    let prompt = input.prompt.cut(candidate.block_size);
-    let credit_max = credit_max(prompt, candidate);
-    let credit = credit(input, candidate, credit_max);
+fn terms(input: &DecisionInput<'_>, cut: &CutMatch<'_>, candidate: &Candidate) -> Terms {
+    let (id, knobs, prompt) = (candidate.id, input.knobs, cut.prompt);
+    let known = input.trusted.of(id);
+    let credit = credit(cut, candidate, known, credit_max(prompt, candidate));
     let overlap = credit.overlap;
     let overlap_blocks = cost::overlap_blocks(overlap);
     let overlap_value = cost::overlap_value(overlap, knobs.tier_weights);
-    let expected = expected(input, candidate, overlap_blocks, credit_max);
+    let expected = expected(cut, candidate, known, overlap_blocks);
     let predicted_blocks = expected.beyond_credit;
     let prediction_blocks = cost::prediction_blocks(predicted_blocks);
 
-    let load = input
-        .slots
-        .candidate_load(id, prompt.sampled(), input.except);
+    let load = input.slots.load_without(id, input.except);
     let prefill_blocks = cost::prefill_blocks(load.prefill_tokens, prompt, overlap_value);
-    let decode_blocks = cost::decode_blocks(load.decode_blocks, prompt, load.shared_blocks);
+    let decode_blocks = cost::decode_blocks(load.decode_blocks, prompt, cut.shared.of(id));
 
     let own = cost::own_prefill_tokens(prompt, overlap_value, prediction_blocks);
     let speed = input.speed;
@@ -379,7 +371,7 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
         let unit = f64::from(prompt.block_tokens()) / f64::from(input.prompt.block_tokens());
         (slowness, slowness * blocks * unit)
     };
-    let basis = match input.trusted.of(id) {
+    let basis = match known {
         Some(_) | None if credit.reported_blocks > 0 => DecisionBasis::Reported,
         Some(known) if is_comparable(prompt, candidate) && known.gives_credit() => {
             DecisionBasis::Index

@@ -59,6 +59,7 @@ pub mod moves;
 pub mod prediction;
 pub mod prefix_table;
 pub mod prompt;
+mod prompt_match;
 pub mod prompt_tree;
 mod replica_roster;
 pub mod room;

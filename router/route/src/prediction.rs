@@ -9,6 +9,7 @@
 //! hashes and [`ENDED_KEPT_MAX`] ended prompts. At the bound the oldest ended prompts are dropped
 //! first, then new prompts; both are counted. Call [`Predictions::expire`] before reading.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::load::{SampledPrefix, SlotEnd};
 use warmroute_proto::{PrefixHash, RouterId};
 
-use super::prompt_tree::{PromptLeaf, PromptTree};
+use super::prompt_tree::{HeldBlocks, PromptLeaf, PromptTree};
 use super::slots::SlotKey;
 use super::source_table::{PerSource, SourceId};
 
@@ -32,18 +33,12 @@ pub const ENDED_KEPT_MAX: usize = 64 << 10;
 
 #[derive(Clone, Debug, Default)]
 pub struct Predictions {
-    sources: PerSource<SourceExpectations>,
+    prompts: PromptTree,
+    sources: PerSource<FxHashMap<PromptLeaf, ExpectedPrompt>>,
     tickets: BTreeMap<(RouterId, u64), PredictionTicket>,
     ended: VecDeque<(Instant, PredictionTicket)>,
     next_serial: u64,
-    samples: u64,
     dropped: u64,
-}
-
-#[derive(Clone, Debug, Default)]
-struct SourceExpectations {
-    prompts: PromptTree,
-    entries: FxHashMap<PromptLeaf, ExpectedPrompt>,
 }
 
 /// One expected prompt. It is in the tree once, for any number of requests.
@@ -74,7 +69,7 @@ impl Predictions {
         if prompt.hashes.is_empty() || self.tickets.contains_key(&(router, counter)) {
             return;
         }
-        while self.samples >= SAMPLES_KEPT_MAX {
+        while self.samples() >= SAMPLES_KEPT_MAX {
             if !self.drop_oldest() {
                 self.dropped += 1;
                 return;
@@ -82,24 +77,16 @@ impl Predictions {
         }
         let serial = self.next_serial;
         self.next_serial += 1;
-        let ticket = self.change(source, |expected| {
-            expected.bring(source, &prompt.hashes, serial)
-        });
+        let ticket = self.bring(source, &prompt.hashes, serial);
         self.tickets.insert((router, counter), ticket);
     }
 
     /// The sampled prompt of an open request, as long as it is expected.
     #[must_use]
     pub fn prompt(&self, router: RouterId, counter: u64) -> Vec<PrefixHash> {
-        let Some(ticket) = self.tickets.get(&(router, counter)) else {
-            return Vec::new();
-        };
-        let expected = self.sources.get(ticket.source);
-        let expected = expected.filter(|expected| {
-            let entry = expected.entries.get(&ticket.leaf);
-            entry.is_some_and(|entry| entry.serial == ticket.serial)
-        });
-        expected.map_or_else(Vec::new, |expected| expected.prompts.prompt(ticket.leaf))
+        let ticket = self.tickets.get(&(router, counter));
+        let expected = ticket.filter(|ticket| self.entry(ticket).is_some());
+        expected.map_or_else(Vec::new, |ticket| self.prompts.prompt(ticket.leaf))
     }
 
     /// Registers the end of a request.
@@ -111,7 +98,7 @@ impl Predictions {
             SlotEnd::Completed => now.checked_add(KEEP),
             SlotEnd::Failed | SlotEnd::Aborted => None,
         };
-        self.change(ticket.source, |expected| expected.leave(ticket, until, now));
+        self.leave(ticket, until, now);
         if let Some(until) = until {
             self.ended.push_back((until, ticket));
             if self.ended.len() > ENDED_KEPT_MAX {
@@ -139,16 +126,17 @@ impl Predictions {
         if self.is_empty(source) {
             return;
         }
-        self.change(source, |expected| {
-            for leaf in expected.prompts.leaves_along(&prompt.hashes, credited) {
-                expected.drop_entry(leaf);
-            }
-        });
+        let leaves = self.prompts.leaves_along(source, &prompt.hashes, credited);
+        for leaf in leaves {
+            self.drop_entry(source, leaf);
+        }
     }
 
     /// Ends all expectations of a source, which began a new generation.
     pub fn restarted(&mut self, source: SourceId) {
-        self.change(source, |expected| *expected = SourceExpectations::default());
+        for (leaf, _) in std::mem::take(self.sources.get_mut(source)) {
+            self.prompts.remove(source, leaf);
+        }
     }
 
     /// Ends expectations whose time is over.
@@ -158,53 +146,41 @@ impl Predictions {
         }
     }
 
-    /// Blocks of this prompt, from depth 0, that are expected at the source.
+    /// Blocks of this prompt, from depth 0, that are expected at each source, as if the request of
+    /// the slot `except` had been aborted.
     #[must_use]
-    pub fn predicted(&self, source: SourceId, prompt: &SampledPrefix) -> u32 {
-        self.sources
-            .get(source)
-            .map_or(0, |expected| expected.prompts.longest(&prompt.hashes))
+    pub fn predicted(
+        &self,
+        prompt: &SampledPrefix,
+        except: Option<SlotKey>,
+        now: Instant,
+    ) -> HeldBlocks {
+        let mut predicted = self.prompts.held(&prompt.hashes);
+        if let Some(ticket) = except.and_then(|slot| self.only_of(slot, now)) {
+            let PredictionTicket { source, leaf, .. } = *ticket;
+            let rest = (self.prompts).longest_without(source, &prompt.hashes, leaf);
+            *predicted.get_mut(source) = rest;
+        }
+        predicted
     }
 
-    /// Like [`Self::predicted`], as if the request of this slot had been aborted.
-    #[must_use]
-    pub fn predicted_without(
-        &self,
-        source: SourceId,
-        prompt: &SampledPrefix,
-        slot: SlotKey,
-        now: Instant,
-    ) -> u32 {
-        let ticket = self.tickets.get(&(slot.router, slot.counter));
-        let alone = ticket.filter(|ticket| {
-            let expected = self.sources.get(ticket.source);
-            let entry = expected.and_then(|expected| expected.entries.get(&ticket.leaf));
-            ticket.source == source
-                && entry.is_some_and(|entry| {
-                    entry.serial == ticket.serial
-                        && entry.active == 1
-                        && entry.until.is_none_or(|until| until <= now)
-                })
-        });
-        match (alone, self.sources.get(source)) {
-            (Some(ticket), Some(expected)) => expected
-                .prompts
-                .longest_without(&prompt.hashes, ticket.leaf),
-            (_, _) => self.predicted(source, prompt),
-        }
+    /// The expectation that would end with this slot's request.
+    fn only_of(&self, slot: SlotKey, now: Instant) -> Option<&PredictionTicket> {
+        let ticket = self.tickets.get(&(slot.router, slot.counter))?;
+        let entry = self.entry(ticket)?;
+        let is_over = entry.until.is_none_or(|until| until <= now);
+        (entry.active == 1 && is_over).then_some(ticket)
     }
 
     #[must_use]
     pub fn is_empty(&self, source: SourceId) -> bool {
-        self.sources
-            .get(source)
-            .is_none_or(|expected| expected.entries.is_empty())
+        self.sources.get(source).is_none_or(FxHashMap::is_empty)
     }
 
     /// Number of hashes kept.
     #[must_use]
     pub const fn samples(&self) -> u64 {
-        self.samples
+        self.prompts.samples()
     }
 
     /// Prompts that were dropped at a memory bound.
@@ -218,40 +194,25 @@ impl Predictions {
         let Some((until, ticket)) = self.ended.pop_front() else {
             return false;
         };
-        self.change(ticket.source, |expected| expected.lapse(ticket, until));
+        self.lapse(ticket, until);
         true
     }
 
-    /// Changes a source's expectations and the number of kept hashes with them.
-    fn change<T>(
-        &mut self,
-        source: SourceId,
-        change: impl FnOnce(&mut SourceExpectations) -> T,
-    ) -> T {
-        let expected = self.sources.get_mut(source);
-        let before = expected.prompts.samples();
-        let result = change(expected);
-        self.samples = self.samples - before + expected.prompts.samples();
-        result
-    }
-}
-
-impl SourceExpectations {
     fn bring(&mut self, source: SourceId, hashes: &[PrefixHash], serial: u64) -> PredictionTicket {
-        let leaf = self.prompts.insert(hashes);
-        let serial = match self.entries.get_mut(&leaf) {
-            Some(entry) => {
-                self.prompts.remove(leaf);
+        let leaf = self.prompts.insert(source, hashes);
+        let serial = match self.sources.get_mut(source).entry(leaf) {
+            Entry::Occupied(mut known) => {
+                self.prompts.remove(source, leaf);
+                let entry = known.get_mut();
                 entry.active += 1;
                 entry.serial
             }
-            None => {
-                let entry = ExpectedPrompt {
+            Entry::Vacant(place) => {
+                place.insert(ExpectedPrompt {
                     serial,
                     active: 1,
                     until: None,
-                };
-                self.entries.insert(leaf, entry);
+                });
                 serial
             }
         };
@@ -263,19 +224,19 @@ impl SourceExpectations {
     }
 
     fn leave(&mut self, ticket: PredictionTicket, until: Option<Instant>, now: Instant) {
-        let Some(entry) = self.entry(ticket) else {
+        let Some(entry) = self.entry_mut(&ticket) else {
             return;
         };
         entry.active = entry.active.saturating_sub(1);
         entry.until = entry.until.max(until);
         if entry.active == 0 && entry.until.is_none_or(|until| until <= now) {
-            self.drop_entry(ticket.leaf);
+            self.drop_entry(ticket.source, ticket.leaf);
         }
     }
 
     /// Ends the time that was granted until `until`.
     fn lapse(&mut self, ticket: PredictionTicket, until: Instant) {
-        let Some(entry) = self.entry(ticket) else {
+        let Some(entry) = self.entry_mut(&ticket) else {
             return;
         };
         if entry.until.is_some_and(|latest| latest > until) {
@@ -283,18 +244,24 @@ impl SourceExpectations {
         }
         entry.until = None;
         if entry.active == 0 {
-            self.drop_entry(ticket.leaf);
+            self.drop_entry(ticket.source, ticket.leaf);
         }
     }
 
-    fn entry(&mut self, ticket: PredictionTicket) -> Option<&mut ExpectedPrompt> {
-        let entry = self.entries.get_mut(&ticket.leaf)?;
+    fn entry(&self, ticket: &PredictionTicket) -> Option<&ExpectedPrompt> {
+        let entry = self.sources.get(ticket.source)?.get(&ticket.leaf)?;
         (entry.serial == ticket.serial).then_some(entry)
     }
 
-    fn drop_entry(&mut self, leaf: PromptLeaf) {
-        if self.entries.remove(&leaf).is_some() {
-            self.prompts.remove(leaf);
+    fn entry_mut(&mut self, ticket: &PredictionTicket) -> Option<&mut ExpectedPrompt> {
+        let entries = self.sources.get_mut(ticket.source);
+        let entry = entries.get_mut(&ticket.leaf)?;
+        (entry.serial == ticket.serial).then_some(entry)
+    }
+
+    fn drop_entry(&mut self, source: SourceId, leaf: PromptLeaf) {
+        if self.sources.get_mut(source).remove(&leaf).is_some() {
+            self.prompts.remove(source, leaf);
         }
     }
 }

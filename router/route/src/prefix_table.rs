@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::load::{SampledPrefix, sampled_length};
 
-use super::prompt_tree::{PromptLeaf, PromptTree};
+use super::prompt_tree::{HeldBlocks, PromptLeaf, PromptTree};
 use super::source_table::{PerSource, SourceId};
 
 /// Bounds of a table.
@@ -61,16 +61,15 @@ pub struct CacheReport<'a> {
 #[derive(Clone, Debug)]
 pub struct PrefixTable {
     limits: PrefixLimits,
+    prompts: PromptTree,
     sources: PerSource<SourcePrefixes>,
     /// One ticket for each prefix, in the order of their first reports.
     order: VecDeque<PrefixTicket>,
     next_serial: u64,
-    samples: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 struct SourcePrefixes {
-    prompts: PromptTree,
     entries: BTreeMap<PromptLeaf, PrefixEntry>,
     /// The entries in the order of their last reports.
     by_until: BTreeSet<(Instant, PromptLeaf)>,
@@ -100,10 +99,10 @@ impl PrefixTable {
     pub fn new(limits: PrefixLimits) -> Self {
         Self {
             limits,
+            prompts: PromptTree::default(),
             sources: PerSource::default(),
             order: VecDeque::new(),
             next_serial: 0,
-            samples: 0,
         }
     }
 
@@ -123,11 +122,11 @@ impl PrefixTable {
         let Some(known) = self.sources.get(report.source) else {
             return;
         };
-        if known.prompts.longest(hashes) <= report.cached_blocks {
+        if self.prompts.longest(report.source, hashes) <= report.cached_blocks {
             return;
         }
         let entries = known.entries.keys().copied();
-        let through = known
+        let through = self
             .prompts
             .leaves_through(hashes, report.cached_blocks, entries);
         let is_older = |leaf: &PromptLeaf| {
@@ -142,11 +141,10 @@ impl PrefixTable {
         self.drop_all(report.source, &refuted);
     }
 
-    /// Blocks of this prompt, from depth 0, that the source is expected to hold.
+    /// Blocks of this prompt, from depth 0, that each source is expected to hold.
     #[must_use]
-    pub fn longest(&self, source: SourceId, prompt: &SampledPrefix) -> u32 {
-        let known = self.sources.get(source);
-        known.map_or(0, |known| known.prompts.longest(&prompt.hashes))
+    pub fn held(&self, prompt: &SampledPrefix) -> HeldBlocks {
+        self.prompts.held(&prompt.hashes)
     }
 
     /// Ends prefixes along this prompt that are no longer than the index credits.
@@ -155,7 +153,7 @@ impl PrefixTable {
             return;
         };
         if !known.entries.is_empty() {
-            let leaves = known.prompts.leaves_along(&prompt.hashes, credited);
+            let leaves = self.prompts.leaves_along(source, &prompt.hashes, credited);
             self.drop_all(source, &leaves);
         }
     }
@@ -167,11 +165,10 @@ impl PrefixTable {
         };
         if !known.entries.is_empty() {
             let known = self.sources.get_mut(source);
-            self.samples -= known.prompts.samples();
-            *known = SourcePrefixes {
-                refuted: known.refuted,
-                ..SourcePrefixes::default()
-            };
+            known.by_until.clear();
+            for (leaf, _) in std::mem::take(&mut known.entries) {
+                self.prompts.remove(source, leaf);
+            }
         }
     }
 
@@ -194,7 +191,7 @@ impl PrefixTable {
     /// Drops the oldest prefixes of a source until the others have at most so many distinct blocks.
     pub fn shrink(&mut self, source: SourceId, blocks_max: u64) {
         while let Some(known) = self.sources.get(source)
-            && known.prompts.blocks() > blocks_max
+            && self.prompts.blocks(source) > blocks_max
             && let Some((_, oldest)) = known.by_until.first().copied()
         {
             self.drop_all(source, &[oldest]);
@@ -225,15 +222,14 @@ impl PrefixTable {
             return;
         }
         let known = self.sources.get_mut(report.source);
-        let shorter = known.prompts.leaves_along(hashes, report.cached_blocks);
+        let shorter = (self.prompts).leaves_along(report.source, hashes, report.cached_blocks);
         let serial = self.next_serial;
         self.next_serial += 1;
-        let before = known.prompts.samples();
-        let leaf = known.prompts.insert(hashes);
+        let leaf = self.prompts.insert(report.source, hashes);
         let until = now + self.limits.keep;
         let is_new = match known.entries.get_mut(&leaf) {
             Some(entry) => {
-                known.prompts.remove(leaf);
+                self.prompts.remove(report.source, leaf);
                 known.by_until.remove(&(entry.until, leaf));
                 entry.decided = entry.decided.max(report.decided);
                 entry.until = until;
@@ -251,7 +247,6 @@ impl PrefixTable {
             }
         };
         known.by_until.insert((until, leaf));
-        self.samples = self.samples - before + known.prompts.samples();
         let shorter: Vec<_> = shorter.into_iter().filter(|one| *one != leaf).collect();
         self.drop_all(report.source, &shorter);
         if is_new {
@@ -272,7 +267,9 @@ impl PrefixTable {
         {
             self.drop_all(source, &[oldest]);
         }
-        while self.order.len() > self.limits.prefixes || self.samples > self.limits.samples {
+        while self.order.len() > self.limits.prefixes
+            || self.prompts.samples() > self.limits.samples
+        {
             if !self.drop_oldest() {
                 return;
             }
@@ -316,14 +313,12 @@ impl PrefixTable {
             return;
         }
         let known = self.sources.get_mut(source);
-        let before = known.prompts.samples();
         for leaf in leaves {
             if let Some(entry) = known.entries.remove(leaf) {
                 known.by_until.remove(&(entry.until, *leaf));
-                known.prompts.remove(*leaf);
+                self.prompts.remove(source, *leaf);
             }
         }
-        self.samples = self.samples - before + known.prompts.samples();
     }
 }
 

@@ -1,9 +1,15 @@
-//! A multiset of sampled prompts: longest common prefix, and number of distinct blocks.
+//! The sampled prompts of all sources in one tree: how much of a prompt each source holds, and how
+//! many distinct blocks.
 //!
-//! A path-compressed tree over sampled prefix hashes. Each distinct hash is kept once (8 bytes) and
-//! a prompt adds at most two nodes. Inserting and removing touch only what is not shared. A
-//! [`PromptLeaf`] identifies the end of a prompt and is valid until it was removed as often as
-//! inserted.
+//! A path-compressed tree over sampled prefix hashes. A node names the *holders*: the sources with a
+//! prompt that ends at or below it. So one walk along a prompt finds what every source shares with
+//! it, and touches only sources that share something. Each distinct hash is kept once (8 bytes) for
+//! all sources, a prompt adds at most two nodes, and a source one holder a node of its prompts'
+//! paths. Inserting and removing touch only what the source does not share with its other prompts.
+//! The last source that leaves a node takes the node along.
+//!
+//! A [`PromptLeaf`] identifies the end of a source's prompt and is valid until it was removed as
+//! often as inserted.
 //!
 //! Equal prefix hashes mean equal prefixes, so a binary search in a run finds where two prompts
 //! differ. Hashes that break this rule (a malicious message) give wrong counts for themselves,
@@ -12,6 +18,12 @@
 use rustc_hash::FxHashMap;
 use warmroute_proto::PrefixHash;
 use warmroute_proto::load::{SAMPLES_MAX, sampled_length};
+
+use super::source_table::{PerSource, SourceId};
+
+mod holders;
+
+use holders::{HeldBy, HolderChange, Holders};
 
 /// End of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -27,9 +39,20 @@ pub struct PromptTree {
     vacant: Vec<NodeId>,
     /// A node by its parent and the first hash of its run.
     children: FxHashMap<(NodeId, PrefixHash), NodeId>,
+    sizes: PerSource<HeldSize>,
+    /// Sum over all sources.
+    samples: u64,
+}
+
+/// Size of the distinct part of one source's prompts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct HeldSize {
     blocks: u64,
     samples: u64,
 }
+
+/// Blocks of one prompt, from depth 0, that each source holds.
+pub type HeldBlocks = PerSource<u32>;
 
 #[derive(Clone, Debug, Default)]
 struct PromptNode {
@@ -40,8 +63,10 @@ struct PromptNode {
     /// How many children, and the exclusive or of their ids: with one child, that is its id.
     children: u32,
     child_ids: NodeId,
-    /// Prompts that end here.
+    /// Prompts of all sources that end here.
     ends: u32,
+    /// Those of a child are a part of them. The root names none.
+    holders: Holders,
 }
 
 impl PromptNode {
@@ -49,9 +74,12 @@ impl PromptNode {
         self.before as usize + self.run.len()
     }
 
-    fn blocks(&self) -> u64 {
+    fn size(&self) -> HeldSize {
         let whole = sampled_length(self.samples_to_end());
-        u64::from(whole - sampled_length(self.before as usize))
+        HeldSize {
+            blocks: u64::from(whole - sampled_length(self.before as usize)),
+            samples: self.run.len() as u64,
+        }
     }
 }
 
@@ -70,60 +98,102 @@ impl Default for PromptTree {
             nodes: vec![PromptNode::default()],
             vacant: Vec::new(),
             children: FxHashMap::default(),
-            blocks: 0,
+            sizes: PerSource::default(),
             samples: 0,
         }
     }
 }
 
 impl PromptTree {
-    /// Distinct blocks of the sampled parts of all prompts.
+    /// Distinct blocks of the sampled parts of a source's prompts.
     #[must_use]
-    pub const fn blocks(&self) -> u64 {
-        self.blocks
+    pub fn blocks(&self, source: SourceId) -> u64 {
+        self.sizes.get(source).map_or(0, |size| size.blocks)
     }
 
-    /// Number of distinct hashes.
+    /// Sum over all sources of the distinct hashes of each.
     #[must_use]
     pub const fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// Blocks of the longest common prefix with any prompt in the set.
+    /// Blocks of the longest common prefix with any prompt of each source.
     #[must_use]
-    pub fn longest(&self, prompt: &[PrefixHash]) -> u32 {
-        if self.blocks == 0 {
-            return 0;
-        }
-        sampled_length(self.walk(clip(prompt)).matched)
-    }
-
-    /// Like [`Self::longest`], as if one prompt that ends at this leaf were not in the set.
-    #[must_use]
-    pub fn longest_without(&self, prompt: &[PrefixHash], leaf: PromptLeaf) -> u32 {
-        let walk = self.walk(clip(prompt));
-        let own = match self.only_of(leaf) {
-            Some(_) if walk.node == leaf.0 => walk.within,
-            Some(_) | None => 0,
+    pub fn held(&self, prompt: &[PrefixHash]) -> HeldBlocks {
+        let mut held = HeldBlocks::default();
+        let mut above = ROOT;
+        let mut write = |at: NodeId, samples: usize| {
+            let blocks = sampled_length(samples);
+            for holder in self.node(at).holders.descending() {
+                *held.get_mut(holder) = blocks;
+            }
         };
-        sampled_length(walk.matched - own)
+        let walk = self.walk_with(clip(prompt), |at| {
+            let (node, child) = (self.node(above), self.node(at));
+            // As many holders are the same ones, and hold more.
+            if above != ROOT && node.holders.len() > child.holders.len() {
+                write(above, node.samples_to_end());
+            }
+            above = at;
+        });
+        write(walk.node, walk.matched);
+        held
     }
 
-    /// Sampled blocks that only the prompt at this leaf takes.
+    /// Blocks of the longest common prefix with any prompt of the source.
     #[must_use]
-    pub fn blocks_only_of(&self, leaf: PromptLeaf) -> u64 {
-        self.only_of(leaf).map_or(0, PromptNode::blocks)
+    pub fn longest(&self, source: SourceId, prompt: &[PrefixHash]) -> u32 {
+        let walk = self.walk(clip(prompt));
+        sampled_length(self.held_on(source, &walk).1)
     }
 
-    /// The node whose run belongs to a single prompt: the leaf, if no other prompt ends or goes on
-    /// there.
-    fn only_of(&self, leaf: PromptLeaf) -> Option<&PromptNode> {
-        let node = self.nodes.get(leaf.0 as usize)?;
-        (leaf.0 != ROOT && node.ends == 1 && node.children == 0).then_some(node)
+    /// Like [`Self::longest`], as if one prompt that ends at this leaf were not in the tree.
+    #[must_use]
+    pub fn longest_without(
+        &self,
+        source: SourceId,
+        prompt: &[PrefixHash],
+        leaf: PromptLeaf,
+    ) -> u32 {
+        let walk = self.walk(clip(prompt));
+        let (deepest, samples) = self.held_on(source, &walk);
+        let mut own = self.only_of(source, leaf);
+        let is_own = own.any(|at| at == deepest);
+        let top = own.last().unwrap_or(deepest);
+        match is_own {
+            true => sampled_length(self.node(top).before as usize),
+            false => sampled_length(samples),
+        }
     }
 
-    /// Adds one prompt; equal prompts may be in the set several times.
-    pub fn insert(&mut self, prompt: &[PrefixHash]) -> PromptLeaf {
+    /// Sampled blocks of the source that only the prompt at this leaf takes.
+    #[must_use]
+    pub fn blocks_only_of(&self, source: SourceId, leaf: PromptLeaf) -> u64 {
+        let own = self.only_of(source, leaf);
+        own.map(|at| self.node(at).size().blocks).sum()
+    }
+
+    /// The deepest node of the walk that the source holds, and its matched samples.
+    fn held_on(&self, source: SourceId, walk: &PromptWalk) -> (NodeId, usize) {
+        let (mut at, mut samples) = (walk.node, walk.matched);
+        while at != ROOT && !self.node(at).holders.contains(source) {
+            samples = self.node(at).before as usize;
+            at = self.node(at).parent;
+        }
+        (at, samples)
+    }
+
+    /// The nodes that the source holds by the prompt at this leaf alone, from the leaf up.
+    fn only_of(&self, source: SourceId, leaf: PromptLeaf) -> impl Iterator<Item = NodeId> {
+        let node = self.nodes.get(leaf.0 as usize);
+        let is_end = node.is_some_and(|node| node.holders.ends(source) == 1);
+        let first = is_end.then_some(leaf.0);
+        let path = std::iter::successors(first, |&at| Some(self.node(at).parent));
+        path.take_while(move |&at| at != ROOT && self.node(at).holders.is_held_once(source))
+    }
+
+    /// Adds one prompt of the source; equal prompts may be in the tree several times.
+    pub fn insert(&mut self, source: SourceId, prompt: &[PrefixHash]) -> PromptLeaf {
         let prompt = clip(prompt);
         let walk = self.walk(prompt);
         let mut at = walk.node;
@@ -133,20 +203,18 @@ impl PromptTree {
         if walk.matched < prompt.len() {
             at = self.grow(at, walk.matched, &prompt[walk.matched..]);
         }
-        self.node_mut(at).ends += 1;
+        if at != ROOT {
+            self.enter(source, at);
+        }
         PromptLeaf(at)
     }
 
-    /// Removes one prompt that ends at this leaf.
-    pub fn remove(&mut self, leaf: PromptLeaf) {
+    /// Removes one prompt of the source that ends at this leaf.
+    pub fn remove(&mut self, source: SourceId, leaf: PromptLeaf) {
         let PromptLeaf(mut at) = leaf;
-        let Some(node) = self.nodes.get_mut(at as usize) else {
+        if self.leave(source, at).is_none() {
             return;
-        };
-        let Some(ends) = node.ends.checked_sub(1) else {
-            return;
-        };
-        node.ends = ends;
+        }
         while at != ROOT && self.node(at).ends == 0 {
             match self.node(at).children {
                 0 => at = self.prune(at),
@@ -154,6 +222,43 @@ impl PromptTree {
                 _ => return,
             }
         }
+    }
+
+    /// Adds one end of the source at a node below the root, and the source to the nodes above that
+    /// it does not hold.
+    fn enter(&mut self, source: SourceId, end: NodeId) {
+        let (mut at, mut by) = (end, HeldBy::End);
+        self.node_mut(end).ends += 1;
+        while at != ROOT && self.node_mut(at).holders.enter(source, by) == HolderChange::Membership
+        {
+            let size = self.node(at).size();
+            let held = self.sizes.get_mut(source);
+            held.blocks += size.blocks;
+            held.samples += size.samples;
+            self.samples += size.samples;
+            (at, by) = (self.node(at).parent, HeldBy::Child);
+        }
+    }
+
+    /// Undoes [`Self::enter`]. Returns `None`, without a change, if no prompt of the source ends
+    /// there.
+    fn leave(&mut self, source: SourceId, end: NodeId) -> Option<()> {
+        let (mut at, mut by) = (end, HeldBy::End);
+        while at != ROOT {
+            let node = self.nodes.get_mut(at as usize)?;
+            let left = node.holders.leave(source, by)?;
+            node.ends -= u32::from(by == HeldBy::End);
+            if left == HolderChange::Count {
+                break;
+            }
+            let (size, parent) = (node.size(), node.parent);
+            let held = self.sizes.get_mut(source);
+            held.blocks -= size.blocks;
+            held.samples -= size.samples;
+            self.samples -= size.samples;
+            (at, by) = (parent, HeldBy::Child);
+        }
+        Some(())
     }
 
     /// The prompt that ends at this leaf.
@@ -174,9 +279,15 @@ impl PromptTree {
         prompt
     }
 
-    /// The leaves of the prompts that are prefixes of this one and at most `blocks_max` long.
+    /// The leaves of the source's prompts that are prefixes of this one and at most `blocks_max`
+    /// long.
     #[must_use]
-    pub fn leaves_along(&self, prompt: &[PrefixHash], blocks_max: u32) -> Vec<PromptLeaf> {
+    pub fn leaves_along(
+        &self,
+        source: SourceId,
+        prompt: &[PrefixHash],
+        blocks_max: u32,
+    ) -> Vec<PromptLeaf> {
         let mut leaves = Vec::new();
         let walk = self.walk(clip(prompt));
         let mut at = walk.node;
@@ -185,7 +296,8 @@ impl PromptTree {
         }
         while at != ROOT {
             let node = self.node(at);
-            if node.ends > 0 && sampled_length(node.samples_to_end()) <= blocks_max {
+            let is_short = sampled_length(node.samples_to_end()) <= blocks_max;
+            if is_short && node.holders.ends(source) > 0 {
                 leaves.push(PromptLeaf(at));
             }
             at = node.parent;
@@ -220,6 +332,11 @@ impl PromptTree {
     }
 
     fn walk(&self, prompt: &[PrefixHash]) -> PromptWalk {
+        self.walk_with(prompt, |_| {})
+    }
+
+    /// Visits the nodes along a prompt.
+    fn walk_with(&self, prompt: &[PrefixHash], mut visit: impl FnMut(NodeId)) -> PromptWalk {
         let mut walk = PromptWalk {
             node: ROOT,
             within: 0,
@@ -229,6 +346,7 @@ impl PromptTree {
             let Some(&child) = self.children.get(&(walk.node, next)) else {
                 break;
             };
+            visit(child);
             let run = &self.node(child).run;
             let common = common_length(run, &prompt[walk.matched..]);
             walk = PromptWalk {
@@ -250,6 +368,7 @@ impl PromptTree {
         let upper_run: Box<[PrefixHash]> = node.run[..at].into();
         let lower_run: Box<[PrefixHash]> = node.run[at..].into();
         let (parent, before) = (node.parent, node.before);
+        let holders = node.holders.above();
         let (first, second) = (upper_run[0], lower_run[0]);
         let upper = self.place(PromptNode {
             run: upper_run,
@@ -258,6 +377,7 @@ impl PromptTree {
             children: 1,
             child_ids: id,
             ends: 0,
+            holders,
         });
         let node = self.node_mut(id);
         node.run = lower_run;
@@ -276,8 +396,6 @@ impl PromptTree {
             parent,
             ..PromptNode::default()
         };
-        self.blocks += node.blocks();
-        self.samples += run.len() as u64;
         let id = self.place(node);
         let above = self.node_mut(parent);
         above.children += 1;
@@ -286,11 +404,9 @@ impl PromptTree {
         id
     }
 
-    /// Removes a node without children. Returns its parent.
+    /// Removes a node without children and holders. Returns its parent.
     fn prune(&mut self, id: NodeId) -> NodeId {
         let node = self.vacate(id);
-        self.blocks -= node.blocks();
-        self.samples -= node.run.len() as u64;
         self.children.remove(&(node.parent, node.run[0]));
         let above = self.node_mut(node.parent);
         above.children -= 1;
@@ -298,7 +414,7 @@ impl PromptTree {
         node.parent
     }
 
-    /// Merges a node without ends into its only child, which keeps its id.
+    /// Merges a node without ends into its only child, which has the same holders and keeps its id.
     fn merge(&mut self, id: NodeId) {
         let node = self.vacate(id);
         let child = node.child_ids;

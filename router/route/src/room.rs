@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::engine_load::EngineLoads;
-use super::slots::{ActiveLoad, SlotKey, Slots};
+use super::slots::{SlotKey, Slots};
 use super::source_table::SourceId;
 
 /// What bounds the requests of sources.
@@ -26,7 +26,7 @@ impl SourceRoom<'_> {
     /// without a limit.
     #[must_use]
     pub fn free_places(&self, source: SourceId, except: Option<SlotKey>) -> u32 {
-        let blocks = self.slots.load(source).map_or(0, ActiveLoad::decode_blocks);
+        let blocks = self.slots.load(source).decode_blocks;
         if self.engines.is_full(source, blocks, self.now) {
             return 0;
         }

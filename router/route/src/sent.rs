@@ -18,6 +18,7 @@ use warmroute_proto::PrefixHash;
 use warmroute_proto::load::SampledPrefix;
 
 use super::prefix_table::{CacheReport, PrefixLimits, PrefixTable};
+use super::prompt_tree::HeldBlocks;
 use super::source_table::{PerSource, SourceId};
 
 /// How long a source's prompts are kept after a decision needed them.
@@ -96,10 +97,10 @@ impl SentPrompts {
         self.table.shrink(source, capacity);
     }
 
-    /// Blocks of this prompt, from depth 0, that the source probably holds.
+    /// Blocks of this prompt, from depth 0, that each source probably holds.
     #[must_use]
-    pub fn longest(&self, source: SourceId, prompt: &SampledPrefix) -> u32 {
-        self.table.longest(source, prompt)
+    pub fn held(&self, prompt: &SampledPrefix) -> HeldBlocks {
+        self.table.held(prompt)
     }
 
     /// Ends what an engine's report refutes.
@@ -146,7 +147,7 @@ mod tests {
             let now = now + Duration::from_secs(second as u64);
             sent.completed(source, asked.hashes.clone(), now);
         }
-        let held = [&one, &two, &three].map(|asked| sent.longest(source, asked));
+        let held = [&one, &two, &three].map(|asked| sent.held(asked).of(source));
         assert_eq!(held, [10, 0, 5], "the second was used longest ago");
     }
 
@@ -176,7 +177,7 @@ mod tests {
             decided: now + Duration::from_secs(1),
         };
         sent.refute(&report);
-        assert_eq!(sent.longest(source, &asked), 0);
+        assert_eq!(sent.held(&asked).of(source), 0);
         assert!(sent.is_empty());
     }
 
@@ -196,11 +197,11 @@ mod tests {
                 sent.completed(source, asked.hashes.clone(), now);
                 let all: u32 = (0..4)
                     .map(|root| sampled((0..12).map(|depth| root * 100 + depth)))
-                    .map(|whole| sent.longest(source, &whole))
+                    .map(|whole| sent.held(&whole).of(source))
                     .sum();
                 prop_assert!(all <= capacity, "{all} of {capacity}");
                 if length <= capacity.into() {
-                    prop_assert_eq!(u64::from(sent.longest(source, &asked)), length);
+                    prop_assert_eq!(u64::from(sent.held(&asked).of(source)), length);
                 }
             }
         }

@@ -24,7 +24,7 @@ use warmroute_proto::load::{
 };
 use warmroute_proto::{DpRank, Generation, RouterId, Source, WorkerId};
 
-use super::prompt_tree::{PromptLeaf, PromptTree};
+use super::prompt_tree::{HeldBlocks, PromptLeaf, PromptTree};
 use super::source_table::{PerSource, SourceId, SourceTable};
 
 /// Slots that one step processes. Bounds the time that a step keeps decisions waiting.
@@ -32,7 +32,9 @@ pub const STEP_SLOTS: usize = 1_000;
 
 #[derive(Clone, Debug, Default)]
 pub struct Slots {
-    sources: PerSource<ActiveLoad>,
+    sources: PerSource<SlotTotals>,
+    /// The sampled prompts of the requests.
+    prompts: PromptTree,
     routers: BTreeMap<RouterId, RouterSlots>,
     /// Closed slots of any router whose prompts are still in their source's tree.
     released: Vec<BTreeMap<u64, Slot>>,
@@ -89,43 +91,14 @@ pub struct RouterLoad {
     pub generated_blocks: u64,
 }
 
-/// A source's load as one decision sees it.
+/// The load of one source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CandidateLoad {
+pub struct ActiveLoad {
     pub active_requests: u32,
     /// Prompt tokens of requests without a first token.
     pub prefill_tokens: u64,
     /// Distinct blocks that the requests hold.
     pub decode_blocks: u64,
-    /// Leading blocks of the prompt in question that the requests hold already.
-    pub shared_blocks: u32,
-}
-
-/// The load of one source.
-#[derive(Clone, Debug, Default)]
-pub struct ActiveLoad {
-    totals: SlotTotals,
-    /// The sampled prompts of the requests.
-    prompts: PromptTree,
-}
-
-impl ActiveLoad {
-    #[must_use]
-    pub const fn active_requests(&self) -> u32 {
-        self.totals.requests
-    }
-
-    /// Prompt tokens of requests without a first token.
-    #[must_use]
-    pub const fn prefill_tokens(&self) -> u64 {
-        self.totals.prefill_tokens
-    }
-
-    /// Distinct blocks that the requests hold.
-    #[must_use]
-    pub const fn decode_blocks(&self) -> u64 {
-        self.prompts.blocks() + self.totals.unshared_blocks
-    }
 }
 
 /// The slots of one incarnation of a router.
@@ -265,9 +238,8 @@ impl Slots {
     }
 
     fn describe(&self, table: &SourceTable, counter: u64, slot: &Slot) -> Option<OpenSlot> {
-        let load = self.sources.get(slot.source)?;
         let prompt = SampledPrefix {
-            hashes: load.prompts.prompt(slot.leaf),
+            hashes: self.prompts.prompt(slot.leaf),
         };
         Some(OpenSlot {
             counter,
@@ -340,7 +312,7 @@ impl Slots {
             self.released.push(std::mem::take(&mut owned.slots));
             for (id, totals) in std::mem::take(&mut owned.totals) {
                 let load = self.sources.get_mut(id);
-                load.totals.subtract(&totals, &mut self.underflows);
+                load.subtract(&totals, &mut self.underflows);
             }
             owned.digest = LoadDigest::default();
         }
@@ -349,7 +321,7 @@ impl Slots {
                 return false;
             };
             match slots.pop_first() {
-                Some((_, slot)) => self.sources.get_mut(slot.source).prompts.remove(slot.leaf),
+                Some((_, slot)) => self.prompts.remove(slot.source, slot.leaf),
                 None => drop(self.released.pop()),
             }
         }
@@ -363,47 +335,52 @@ impl Slots {
         owned.map_or_else(LoadDigest::default, |owned| owned.digest)
     }
 
-    /// The load of this source; `None` if it never had any.
+    /// The load of this source.
     #[must_use]
-    pub fn load(&self, source: SourceId) -> Option<&ActiveLoad> {
-        self.sources.get(source)
+    pub fn load(&self, source: SourceId) -> ActiveLoad {
+        let totals = self.sources.get(source).copied().unwrap_or_default();
+        ActiveLoad {
+            active_requests: totals.requests,
+            prefill_tokens: totals.prefill_tokens,
+            decode_blocks: self.prompts.blocks(source) + totals.unshared_blocks,
+        }
     }
 
-    /// The load that a decision about this prompt compares, as if the slot `except` were not open.
+    /// Like [`Self::load`], as if the slot `except` were not open.
     #[must_use]
-    pub fn candidate_load(
-        &self,
-        source: SourceId,
-        prompt: &SampledPrefix,
-        except: Option<SlotKey>,
-    ) -> CandidateLoad {
-        let Some(load) = self.sources.get(source) else {
-            return CandidateLoad::default();
-        };
+    pub fn load_without(&self, source: SourceId, except: Option<SlotKey>) -> ActiveLoad {
+        let load = self.load(source);
         let Some(slot) = self.slot_on(source, except) else {
-            return CandidateLoad {
-                active_requests: load.totals.requests,
-                prefill_tokens: load.totals.prefill_tokens,
-                decode_blocks: load.decode_blocks(),
-                shared_blocks: load.prompts.longest(&prompt.hashes),
-            };
+            return load;
         };
         // The slot is in these totals; a total that was clamped stays at zero.
-        CandidateLoad {
-            active_requests: load.totals.requests.saturating_sub(1),
-            prefill_tokens: (load.totals.prefill_tokens)
-                .saturating_sub(u64::from(slot.prefill_tokens)),
-            decode_blocks: (load.decode_blocks())
+        ActiveLoad {
+            active_requests: load.active_requests.saturating_sub(1),
+            prefill_tokens: (load.prefill_tokens).saturating_sub(u64::from(slot.prefill_tokens)),
+            decode_blocks: (load.decode_blocks)
                 .saturating_sub(slot.unshared_blocks())
-                .saturating_sub(load.prompts.blocks_only_of(slot.leaf)),
-            shared_blocks: load.prompts.longest_without(&prompt.hashes, slot.leaf),
+                .saturating_sub(self.prompts.blocks_only_of(source, slot.leaf)),
         }
+    }
+
+    /// Leading blocks of this prompt that the requests of each source hold, as if the slot `except`
+    /// were not open.
+    #[must_use]
+    pub fn shared_blocks(&self, prompt: &SampledPrefix, except: Option<SlotKey>) -> HeldBlocks {
+        let mut shared = self.prompts.held(&prompt.hashes);
+        if let Some(slot) = except.and_then(|key| self.slot(key)) {
+            let rest = self
+                .prompts
+                .longest_without(slot.source, &prompt.hashes, slot.leaf);
+            *shared.get_mut(slot.source) = rest;
+        }
+        shared
     }
 
     /// Active requests on a source, as if the slot `except` were not open.
     #[must_use]
     pub fn active_requests(&self, source: SourceId, except: Option<SlotKey>) -> u32 {
-        let requests = self.load(source).map_or(0, |load| load.totals.requests);
+        let requests = self.sources.get(source).map_or(0, |load| load.requests);
         requests.saturating_sub(u32::from(self.slot_on(source, except).is_some()))
     }
 
@@ -414,8 +391,7 @@ impl Slots {
 
     #[must_use]
     pub fn is_idle(&self, source: SourceId) -> bool {
-        self.load(source)
-            .is_none_or(|load| load.totals.requests == 0)
+        self.active_requests(source, None) == 0
     }
 
     #[must_use]
@@ -442,17 +418,16 @@ impl Slots {
             return Applied::Nothing;
         }
         let source = table.intern(opened.source);
-        let load = self.sources.get_mut(source);
         let slot = Slot {
             source,
-            leaf: load.prompts.insert(&opened.prompt.hashes),
+            leaf: self.prompts.insert(source, &opened.prompt.hashes),
             identity: SlotIdentity::of(opened.counter, opened.source, opened.blocks, opened.prompt),
             prefill_tokens: opened.prefill_tokens,
             prefill: PrefillState::Outstanding,
             tail_blocks: opened.blocks.saturating_sub(opened.prompt.covered()),
             generated_blocks: 0,
         };
-        load.totals.add(&slot.totals());
+        self.sources.get_mut(source).add(&slot.totals());
         let totals = owned.totals.entry(source).or_default();
         totals.add(&slot.totals());
         owned.digest.insert(slot.mark());
@@ -474,11 +449,7 @@ impl Slots {
         let tokens = u64::from(slot.prefill_tokens);
         let load = self.sources.get_mut(slot.source);
         let totals = owned.totals.entry(slot.source).or_default();
-        take(
-            &mut load.totals.prefill_tokens,
-            tokens,
-            &mut self.underflows,
-        );
+        take(&mut load.prefill_tokens, tokens, &mut self.underflows);
         take(&mut totals.prefill_tokens, tokens, &mut self.underflows);
         slot.prefill_tokens = 0;
         slot.prefill = PrefillState::Done;
@@ -501,7 +472,7 @@ impl Slots {
             generated_blocks: more,
             ..SlotTotals::default()
         };
-        self.sources.get_mut(slot.source).totals.add(&part);
+        self.sources.get_mut(slot.source).add(&part);
         owned.totals.entry(slot.source).or_default().add(&part);
         owned.digest.insert(slot.mark());
         Applied::Grown(slot.source)
@@ -516,8 +487,8 @@ impl Slots {
         owned.digest.remove(slot.mark());
         let freed = slot.totals();
         let load = self.sources.get_mut(slot.source);
-        load.prompts.remove(slot.leaf);
-        load.totals.subtract(&freed, &mut self.underflows);
+        load.subtract(&freed, &mut self.underflows);
+        self.prompts.remove(slot.source, slot.leaf);
         let totals = owned.totals.entry(slot.source).or_default();
         totals.subtract(&freed, &mut self.underflows);
         if totals.requests == 0 {

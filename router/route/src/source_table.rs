@@ -83,6 +83,15 @@ impl<T: Default> PerSource<T> {
         &mut self.0[index]
     }
 
+    /// The value of this source, or the default.
+    #[must_use]
+    pub fn of(&self, id: SourceId) -> T
+    where
+        T: Copy,
+    {
+        self.get(id).copied().unwrap_or_default()
+    }
+
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.0.iter_mut()
     }

@@ -28,9 +28,7 @@ use super::prefix_table::CacheReport;
 use super::prompt::{CacheReads, Prompt, PromptBasis};
 use super::replica_roster::IndexReply;
 use super::slot_guard::SlotEvent;
-use super::slots::{
-    ActiveLoad, Applied, IgnoredChanges, RouterLoad, STEP_SLOTS, SlotKey, Slots, SourceLoad,
-};
+use super::slots::{Applied, IgnoredChanges, RouterLoad, STEP_SLOTS, SlotKey, Slots, SourceLoad};
 use super::slowness::SlownessTracker;
 use super::source_table::{SourceId, SourceTable};
 use super::speed::{AcceptedPrefill, SourceSpeed, SpeedTracker};
@@ -490,9 +488,9 @@ impl Core {
                 SourceLoad {
                     worker: source.worker.clone(),
                     dp_rank: source.dp_rank,
-                    active_requests: load.map_or(0, ActiveLoad::active_requests),
-                    prefill_tokens: load.map_or(0, ActiveLoad::prefill_tokens),
-                    decode_blocks: load.map_or(0, ActiveLoad::decode_blocks),
+                    active_requests: load.active_requests,
+                    prefill_tokens: load.prefill_tokens,
+                    decode_blocks: load.decode_blocks,
                 }
             })
             .collect()
@@ -501,9 +499,9 @@ impl Core {
     /// All routers' open requests at a worker, as this router counts them.
     #[must_use]
     pub fn active_requests(&self, worker: &WorkerId) -> u64 {
-        let loads = self.table.of_worker(worker);
-        let loads = loads.filter_map(|id| self.slots.load(id));
-        loads.map(|load| u64::from(load.active_requests())).sum()
+        let sources = self.table.of_worker(worker);
+        let requests = |id| u64::from(self.slots.active_requests(id, None));
+        sources.map(requests).sum()
     }
 
     /// Whether this source is left out because it returns no first tokens.
@@ -654,16 +652,13 @@ impl Core {
     }
 
     fn end_prefill(&mut self, source: SourceId, now: Instant) {
-        let tokens = self
-            .slots
-            .load(source)
-            .map_or(0, ActiveLoad::prefill_tokens);
+        let tokens = self.slots.load(source).prefill_tokens;
         self.speed.prefilled(source, tokens, now);
     }
 
     fn accepted(&mut self, slot: SlotKey, source: SourceId, tokens: u32, now: Instant) {
         let load = self.slots.load(source);
-        let outstanding_tokens = load.map_or(0, ActiveLoad::prefill_tokens);
+        let outstanding_tokens = load.prefill_tokens;
         let worker = self.table.source(source).map(|source| &source.worker);
         let block_tokens = worker.map_or(0, |worker| self.fleet.block_tokens(worker));
         let prefill = AcceptedPrefill {

@@ -38,7 +38,7 @@ impl Fixture {
     }
 
     fn credit(&self, prompt: &SampledPrefix) -> u32 {
-        self.reported.longest(source_id(), prompt)
+        self.reported.held(prompt).of(source_id())
     }
 }
 
@@ -114,7 +114,7 @@ fn reports_end_by_the_index_by_a_new_generation_and_by_time() {
     fixture.reported.expire(fixture.now);
     assert_eq!(fixture.credit(&asked), 0);
     assert_eq!(
-        (fixture.reported.order.len(), fixture.reported.samples),
+        (fixture.reported.order.len(), fixture.reported.prompts.samples()),
         (0, 0)
     );
 }

@@ -59,15 +59,16 @@ impl Fixture {
     /// Requests, prefill tokens and blocks of a source.
     fn load(&self, at: u8) -> (u32, u64, u64) {
         let id = self.table.id(&source(at));
-        let load = id.and_then(|id| self.slots.load(id));
-        load.map_or((0, 0, 0), |load| {
-            (
-                load.active_requests(),
-                load.prefill_tokens(),
-                load.decode_blocks(),
-            )
-        })
+        id.map_or((0, 0, 0), |id| figures(self.slots.load(id)))
     }
+}
+
+const fn figures(load: ActiveLoad) -> (u32, u64, u64) {
+    (
+        load.active_requests,
+        load.prefill_tokens,
+        load.decode_blocks,
+    )
 }
 
 #[test]
@@ -355,6 +356,36 @@ proptest! {
             prop_assert_eq!(fixture.load(at), (0, 0, 0));
         }
         prop_assert_eq!(fixture.slots.open(), 0);
+    }
+
+    /// A slot can be left out of account as if it had been freed.
+    #[test]
+    fn a_slot_that_is_left_out_counts_as_freed(
+        steps in prop::collection::vec(step(), 0..40),
+        probe in "[ab]{0,3}c{0,70}",
+    ) {
+        let mut fixture = Fixture::default();
+        for step in &steps {
+            match step {
+                Step::Change(router, change, _) => {
+                    fixture.apply(*router, change);
+                }
+                Step::Release(router) => fixture.slots.release(*router),
+            }
+        }
+        let probe = SampledPrefix::of(&blocks(&probe));
+        for counter in 0..8 {
+            let key = SlotKey { router: ROUTER, counter };
+            let shared = fixture.slots.shared_blocks(&probe, Some(key));
+            let mut freed = Fixture { slots: fixture.slots.clone(), table: fixture.table.clone() };
+            freed.own(&free(counter));
+            for id in (0..3).filter_map(|at| fixture.table.id(&source(at))) {
+                let without = fixture.slots.load_without(id, Some(key));
+                prop_assert_eq!(without, freed.slots.load(id));
+                let after = freed.slots.shared_blocks(&probe, None);
+                prop_assert_eq!(shared.of(id), after.of(id));
+            }
+        }
     }
 
     /// Open slots say all that matters of the changes that led to them.

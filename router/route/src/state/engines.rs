@@ -7,7 +7,6 @@ use warmroute_proto::{DpRank, Source, WorkerId};
 use super::Core;
 use crate::engine_load::{EngineBounds, EngineReading, ForeignLoad, RoutedLoad};
 use crate::room::SourceRoom;
-use crate::slots::ActiveLoad;
 use crate::source_table::SourceId;
 
 impl Core {
@@ -40,8 +39,8 @@ impl Core {
             let id = self.table.intern(&source(worker, rank));
             let load = self.slots.load(id);
             let routed = RoutedLoad {
-                requests: (*before).max(load.map_or(0, ActiveLoad::active_requests)),
-                blocks: load.map_or(0, ActiveLoad::decode_blocks),
+                requests: (*before).max(load.active_requests),
+                blocks: load.decode_blocks,
             };
             self.engines.learn(id, *reading, routed, capacity, now);
         }

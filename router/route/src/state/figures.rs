@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use warmroute_proto::Source;
 
 use super::Core;
-use crate::slots::ActiveLoad;
 use crate::source_table::SourceId;
 use crate::traffic::TrafficTotals;
 
@@ -67,9 +66,9 @@ impl Core {
         };
         let load = self.slots.load(id);
         SourceFigures {
-            active_requests: load.map_or(0, ActiveLoad::active_requests),
-            prefill_tokens: load.map_or(0, ActiveLoad::prefill_tokens),
-            decode_blocks: load.map_or(0, ActiveLoad::decode_blocks),
+            active_requests: load.active_requests,
+            prefill_tokens: load.prefill_tokens,
+            decode_blocks: load.decode_blocks,
             foreign_requests: self.engines.foreign(id, now).requests,
             ttft: self.traffic.ttft(id, now),
             ttft_ratio: self.slowness.ratio(id, now),

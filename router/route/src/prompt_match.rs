@@ -1,0 +1,48 @@
+//! What each source holds of one prompt.
+//!
+//! One walk along each cut of the prompt finds it for all sources ([`super::prompt_tree`]), instead
+//! of one for each of them.
+
+use warmroute_proto::BlockSize;
+
+use super::decide::DecisionInput;
+use super::prompt::Prompt;
+use super::prompt_tree::HeldBlocks;
+
+/// Blocks of one cut, from depth 0, by source.
+pub(crate) struct CutMatch<'a> {
+    pub(crate) prompt: &'a Prompt,
+    /// Held by active requests.
+    pub(crate) shared: HeldBlocks,
+    pub(crate) predicted: HeldBlocks,
+    /// Reported by the engine.
+    pub(crate) reported: HeldBlocks,
+    /// Sent before.
+    pub(crate) sent: HeldBlocks,
+}
+
+/// All cuts, the prompt's first one first.
+pub(crate) struct PromptMatch<'a>(Vec<CutMatch<'a>>);
+
+impl<'a> PromptMatch<'a> {
+    pub(crate) fn new(input: &DecisionInput<'a>) -> Self {
+        let cut = |prompt: &'a Prompt| {
+            let (sampled, expected) = (prompt.sampled(), input.expected);
+            CutMatch {
+                prompt,
+                shared: input.slots.shared_blocks(sampled, input.except),
+                predicted: (expected.predictions).predicted(sampled, input.except, input.now),
+                reported: expected.reported.held(sampled),
+                sent: expected.sent.held(sampled),
+            }
+        };
+        Self(input.prompt.cuts().map(cut).collect())
+    }
+
+    /// The cut in blocks of this size ([`Prompt::cut`]).
+    pub(crate) fn cut(&self, size: Option<BlockSize>) -> &CutMatch<'a> {
+        let (first, others) = (&self.0[0], &self.0[1..]);
+        let is_cut = |cut: &&CutMatch<'_>| Some(cut.prompt.block_size()) == size;
+        others.iter().find(is_cut).unwrap_or(first)
+    }
+}
