@@ -202,7 +202,7 @@ impl CallReport {
         catalog: impl FnOnce() -> Arc<ModelCatalog>,
     ) {
         // Many candidates, kept as long as a stream lasts.
-        decision.weighed = Vec::new();
+        (decision.weighed, decision.compared) = (Vec::new(), Vec::new());
         let worker = &decision.source.worker;
         let series = self.series.as_ref().and_then(|series| {
             let known = series.workers.get(worker).cloned();

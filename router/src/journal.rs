@@ -14,11 +14,8 @@ use warmroute_proto::{Source, Tiers};
 use crate::clock::unix_time;
 use crate::route::{Decision, SourceId, Terms};
 
-/// Decisions kept, about a MiB with [`WEIGHED_MAX`] candidates each.
+/// Decisions kept, about a MiB with the terms of the cheapest candidates of each.
 const ENTRIES_MAX: usize = 1024;
-
-/// Candidates kept for each decision, the cheapest ones.
-const WEIGHED_MAX: usize = 8;
 
 /// A decision's number in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -52,7 +49,7 @@ struct JournalEntry {
 }
 
 impl Journal {
-    /// Records a decision and takes the candidates' terms out of it. `moved_from`: the first
+    /// Records a decision and takes the candidates out of it. `moved_from`: the first
     /// choice, if the request was moved.
     pub(crate) fn record(
         &self,
@@ -62,13 +59,14 @@ impl Journal {
         moved_from: Option<Box<Decision>>,
     ) -> EntryNumber {
         let weighed = std::mem::take(&mut decision.weighed);
-        let candidates = weighed.len();
+        let candidates = std::mem::take(&mut decision.compared).len();
         let decision = Decision {
-            weighed: cheapest(weighed),
+            weighed: by_cost(weighed),
             ..decision.clone()
         };
         let moved_from = moved_from.map(|mut first| {
-            first.weighed = cheapest(std::mem::take(&mut first.weighed));
+            first.weighed = by_cost(std::mem::take(&mut first.weighed));
+            first.compared = Vec::new();
             first
         });
         let mut ring = self.ring();
@@ -170,25 +168,17 @@ fn tiers(states: &Tiers<SourceState>) -> Value {
     })
 }
 
-fn cheapest(mut weighed: Vec<Terms>) -> Vec<Terms> {
-    let by_cost = |one: &Terms, other: &Terms| one.cost.total_cmp(&other.cost);
-    if weighed.len() > WEIGHED_MAX {
-        weighed.select_nth_unstable_by(WEIGHED_MAX, by_cost);
-        weighed.truncate(WEIGHED_MAX);
-        weighed.shrink_to_fit();
-    }
-    weighed.sort_by(by_cost);
+fn by_cost(mut weighed: Vec<Terms>) -> Vec<Terms> {
+    weighed.sort_by(|one, other| one.cost.total_cmp(&other.cost));
     weighed
 }
 
 fn show_all(decision: &Decision, names: &Names) -> Vec<Value> {
     let weighed = decision.weighed.iter();
-    weighed
-        .map(|terms| show(terms, decision.probability(terms), names))
-        .collect()
+    weighed.map(|terms| show(terms, names)).collect()
 }
 
-fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
+fn show(terms: &Terms, names: &Names) -> Value {
     let source = names.get(&terms.source);
     json!({
         "worker": source.map(|source| &source.worker),
@@ -199,7 +189,7 @@ fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
         "reported_blocks": terms.reported_blocks,
         "predicted_blocks": terms.predicted_blocks,
         "prefill_blocks": terms.prefill_blocks,
-        "prediction_blocks": terms.prediction_blocks,
+        "prediction_blocks": terms.prediction_blocks(),
         "decode_blocks": terms.decode_blocks,
         "active_requests": terms.active_requests,
         "foreign_requests": terms.foreign_requests,
@@ -213,7 +203,7 @@ fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
             "decode": terms.time.decode * 1e3,
         },
         "cost": terms.cost,
-        "probability": probability,
+        "probability": terms.probability,
     })
 }
 

@@ -38,7 +38,12 @@ impl PrefillBacklog {
 
     /// Seconds until the source has computed what it accepted, `outstanding_secs` in all.
     #[must_use]
+    #[inline]
     pub fn secs(&self, source: SourceId, outstanding_secs: f64, now: Instant) -> f64 {
+        // Many sources, and reading the time left takes long.
+        if outstanding_secs == 0.0 {
+            return 0.0;
+        }
         let free_at = self.0.get(source).copied().flatten();
         let left = free_at.map_or(0.0, |at| at.saturating_duration_since(now).as_secs_f64());
         left.min(outstanding_secs).max(LATE * outstanding_secs)

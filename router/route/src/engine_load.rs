@@ -141,6 +141,7 @@ impl EngineLoads {
     }
 
     #[must_use]
+    #[inline]
     pub fn foreign(&self, source: SourceId, now: Instant) -> ForeignLoad {
         let known = self.of(source, now);
         known.map_or_else(ForeignLoad::default, SourceReading::foreign)

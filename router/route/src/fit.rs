@@ -76,6 +76,7 @@ impl SourceFits {
     }
 
     #[must_use]
+    #[inline]
     pub fn line(&self, source: SourceId) -> Line {
         let own = self.sources.get(source).and_then(Option::as_ref);
         own.unwrap_or(&self.fleet).line

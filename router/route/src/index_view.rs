@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
-    EngineSeq, Generation, LogPosition, RecordNumber, StreamIdentity, Tier, Tiers,
+    EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity, Tier, Tiers,
 };
 
 use super::replica_roster::{HolderReply, IndexReply, KnownHolder};
@@ -39,6 +39,9 @@ const GRAIN: Duration = Duration::from_millis(10);
 #[derive(Clone, Debug, Default)]
 pub struct IndexView {
     sources: PerSource<SourceFreshness>,
+    /// Sources in the order of the last answer. The next one names most of them at the same place,
+    /// where comparing a name takes less than finding it.
+    order: Vec<(Source, SourceId)>,
     positions: PositionsSeen,
     counts: IndexViewCounts,
 }
@@ -189,7 +192,10 @@ impl IndexView {
         reply: &IndexReply,
         now: Instant,
     ) -> TrustedAnswer {
-        let mut trusted = TrustedAnswer::default();
+        let mut trusted = TrustedAnswer {
+            sources: PerSource::sized(table.len()),
+            restarted: Vec::new(),
+        };
         match reply {
             IndexReply::Full(IndexAnswer::Runs {
                 log,
@@ -198,13 +204,13 @@ impl IndexView {
             }) => {
                 let (log, position) = (*log, *position);
                 self.positions.observe(log, position, now);
-                for answer in sources {
+                for (place, answer) in sources.iter().enumerate() {
                     let shown = ShownRecord {
                         generation: answer.generation,
                         applied: Some(applied(answer.number)),
                     };
                     let known = TrustedSource::of(answer, AnswerPosition { log, position });
-                    let id = table.intern(&answer.source);
+                    let id = self.id_at(table, place, &answer.source);
                     self.judge_one(id, shown, known, now, &mut trusted);
                 }
             }
@@ -213,6 +219,19 @@ impl IndexView {
             IndexReply::Holders(holders) => self.judge_holders(table, holders, now, &mut trusted),
         }
         trusted
+    }
+
+    /// The number of the source at this place of an answer.
+    fn id_at(&mut self, table: &mut SourceTable, place: usize, source: &Source) -> SourceId {
+        if let Some((known, id)) = self.order.get(place)
+            && known == source
+        {
+            return *id;
+        }
+        let id = table.intern(source);
+        self.order.truncate(place);
+        self.order.push((source.clone(), id));
+        id
     }
 
     /// Without a record number, only the answer's position shows that the replica lags.
@@ -227,7 +246,8 @@ impl IndexView {
         let is_lagging = position.is_none_or(|AnswerPosition { log, position }| {
             self.positions.observe(log, position, now) == Freshness::Lagging
         });
-        for KnownHolder { row, group, detail } in holders.sources() {
+        for (place, holder) in holders.sources().enumerate() {
+            let KnownHolder { row, group, detail } = holder;
             let generation = match (detail, row.status) {
                 (Some(detail), _) => detail.generation,
                 (None, Some(status)) => status.generation,
@@ -257,7 +277,7 @@ impl IndexView {
                 self.counts.lagging += 1;
                 known.lower_to_stale();
             }
-            let id = table.intern(&row.source);
+            let id = self.id_at(table, place, &row.source);
             self.judge_one(id, shown, known, now, trusted);
         }
     }

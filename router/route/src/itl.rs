@@ -64,6 +64,7 @@ impl ItlModel {
 
     /// Expected seconds of an answer from its first token to its end, with so many active requests.
     #[must_use]
+    #[inline]
     pub fn decode_secs(&self, source: SourceId, active_requests: u32) -> f64 {
         self.answer_tokens * self.fits.line(source).at(f64::from(active_requests))
     }

@@ -72,6 +72,7 @@ pub mod speed;
 pub mod stall;
 mod state;
 pub mod sync;
+pub mod terms;
 #[cfg(test)]
 mod testing;
 pub mod traffic;
@@ -81,7 +82,7 @@ pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
 pub use candidates::{Candidate, Health, RouteRefusal, ServedModel};
 pub use choice::Policy;
 pub use cost::Knobs;
-pub use decide::{Decision, DecisionBasis, Terms};
+pub use decide::{Decision, DecisionBasis, WEIGHED_MAX};
 pub use engine_load::{EngineBounds, EngineReading, ForeignLoad};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt, PromptBasis, SessionKey};
@@ -93,4 +94,5 @@ pub use state::{
     AdmitError, Admitted, Core, CoreConfig, CoreCounts, FreedCounts, RouteRequest,
     SlotSnapshotBuilder, SourceFigures,
 };
+pub use terms::{ComparedCandidate, Terms};
 pub use traffic::{RUNGS, TrafficTotals};

@@ -208,8 +208,8 @@ impl PrefixTable {
     }
 
     #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    pub const fn is_empty(&self) -> bool {
+        self.prompts.samples() == 0
     }
 
     /// Keeps what the report proves.

@@ -8,6 +8,7 @@ use warmroute_proto::BlockSize;
 use super::decide::DecisionInput;
 use super::prompt::Prompt;
 use super::prompt_tree::HeldBlocks;
+use super::source_table::SourceId;
 
 /// Blocks of one cut, from depth 0, by source.
 pub(crate) struct CutMatch<'a> {
@@ -19,6 +20,14 @@ pub(crate) struct CutMatch<'a> {
     pub(crate) reported: HeldBlocks,
     /// Sent before.
     pub(crate) sent: HeldBlocks,
+}
+
+impl CutMatch<'_> {
+    /// Whether nothing of the prompt is predicted, reported or sent at the source.
+    pub(crate) fn expects_nothing(&self, source: SourceId) -> bool {
+        let expected = [&self.predicted, &self.reported, &self.sent];
+        expected.iter().all(|held| held.of(source) == 0)
+    }
 }
 
 /// All cuts, the prompt's first one first.

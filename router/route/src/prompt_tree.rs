@@ -107,6 +107,7 @@ impl Default for PromptTree {
 impl PromptTree {
     /// Distinct blocks of the sampled parts of a source's prompts.
     #[must_use]
+    #[inline]
     pub fn blocks(&self, source: SourceId) -> u64 {
         self.sizes.get(source).map_or(0, |size| size.blocks)
     }

@@ -337,6 +337,7 @@ impl Slots {
 
     /// The load of this source.
     #[must_use]
+    #[inline]
     pub fn load(&self, source: SourceId) -> ActiveLoad {
         let totals = self.sources.get(source).copied().unwrap_or_default();
         ActiveLoad {
@@ -348,6 +349,7 @@ impl Slots {
 
     /// Like [`Self::load`], as if the slot `except` were not open.
     #[must_use]
+    #[inline]
     pub fn load_without(&self, source: SourceId, except: Option<SlotKey>) -> ActiveLoad {
         let load = self.load(source);
         let Some(slot) = self.slot_on(source, except) else {

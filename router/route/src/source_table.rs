@@ -47,6 +47,17 @@ impl SourceTable {
             .map(|(id, _)| id)
     }
 
+    /// Number of different sources ever seen.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.sources.len()
+    }
+
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.sources.is_empty()
+    }
+
     #[must_use]
     pub fn source(&self, id: SourceId) -> Option<&Source> {
         self.sources.get(id.index())
@@ -81,6 +92,14 @@ impl<T: Default> PerSource<T> {
             self.0.resize_with(index + 1, T::default);
         }
         &mut self.0[index]
+    }
+
+    /// Defaults for so many sources.
+    #[must_use]
+    pub fn sized(sources: usize) -> Self {
+        let mut all = Vec::new();
+        all.resize_with(sources, T::default);
+        Self(all)
     }
 
     /// The value of this source, or the default.

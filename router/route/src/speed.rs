@@ -222,6 +222,7 @@ impl SpeedTracker {
 
     /// Seconds until the source has computed the prompts that it accepted, so many tokens in all.
     #[must_use]
+    #[inline]
     pub fn queue_secs(&self, source: SourceId, outstanding_tokens: u64, now: Instant) -> f64 {
         let secs = self.prefill_secs(source, outstanding_tokens);
         self.backlog.secs(source, secs, now)
@@ -229,6 +230,7 @@ impl SpeedTracker {
 
     /// Seconds that so many tokens of prefill take.
     #[must_use]
+    #[inline]
     pub fn prefill_secs(&self, source: SourceId, tokens: u64) -> f64 {
         tokens as f64 * self.ttft.fits.line(source).secs_each
     }

@@ -264,19 +264,7 @@ impl Core {
         let (decision, trusted) = self.decide(request, answer, None, now)?;
         self.turn = self.turn.wrapping_add(1);
         self.traffic.decided(request.prompt, &decision);
-        // After the decision, which reuses `expected_blocks`.
-        for terms in &decision.weighed {
-            match terms.approximate_blocks {
-                Some(_) => self.expected.sent.needed(terms.source, now),
-                None => self.expected.sent.not_needed(terms.source, now),
-            }
-            self.end_counted(
-                terms.source,
-                request.prompt.cut(BlockSize::new(terms.block_tokens)),
-                terms.expected_blocks,
-                &trusted,
-            );
-        }
+        self.account_compared(request.prompt, &decision.compared, &trusted, now);
         let mut admitted = self.open(request.prompt, decision, None, now)?;
         // Retries are not moved, and only policies with costs can compare.
         let is_movable = self.knobs.policy.is_timed() || self.knobs.policy == Policy::Kv;
@@ -581,11 +569,11 @@ impl Core {
             .write_all(freed.into_iter().chain([opening]).collect())?;
         self.apply(&entry.message, now);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
-        let weighed = decision.weighed.iter().map(|terms| terms.source);
+        let compared = decision.compared.iter().map(|one| one.source);
         let pending = PendingPrefill {
             source,
             sent: now,
-            typical: self.speed.ttft.typical(weighed, decision.tokens_ahead),
+            typical: self.speed.ttft.typical(compared, decision.tokens_ahead),
         };
         self.pending.insert(slot, pending);
         Ok(Admitted {

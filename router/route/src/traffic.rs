@@ -6,10 +6,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::decide::{Decision, DecisionBasis, Terms};
+use super::decide::{Decision, DecisionBasis};
 use super::prompt::Prompt;
 use super::source_table::{PerSource, SourceId};
 use super::state::BasisCounts;
+use super::terms::Terms;
 
 /// Names of the ladder's rungs, best first: decisions by the index's credit have the state that it
 /// rests on, the others their basis.

@@ -47,10 +47,7 @@ impl TtftModel {
     /// Expected time to first token with this many tokens to prefill.
     #[must_use]
     pub fn predict(&self, source: SourceId, tokens: u64) -> Duration {
-        let secs = self.fits.line(source).at(tokens as f64);
-        Duration::try_from_secs_f64(secs)
-            .unwrap_or(LESSON_MAX)
-            .min(LESSON_MAX)
+        duration(self.fits.line(source).at(tokens as f64))
     }
 
     /// Lower median of the expected times of these sources: of two, the faster one. Unlike the
@@ -58,13 +55,20 @@ impl TtftModel {
     /// source the result is ten minutes.
     #[must_use]
     pub fn typical(&self, sources: impl Iterator<Item = SourceId>, tokens: u64) -> Duration {
-        let mut each: Vec<Duration> = sources.map(|source| self.predict(source, tokens)).collect();
+        let at = |source| self.fits.line(source).at(tokens as f64);
+        let mut each: Vec<f64> = sources.map(at).collect();
         let Some(middle) = each.len().checked_sub(1).map(|last| last / 2) else {
             return LESSON_MAX;
         };
-        let (_, median, _) = each.select_nth_unstable(middle);
-        *median
+        let (_, median, _) = each.select_nth_unstable_by(middle, f64::total_cmp);
+        duration(*median)
     }
+}
+
+fn duration(secs: f64) -> Duration {
+    Duration::try_from_secs_f64(secs)
+        .unwrap_or(LESSON_MAX)
+        .min(LESSON_MAX)
 }
 
 #[cfg(test)]

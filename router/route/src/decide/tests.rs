@@ -2,9 +2,11 @@ use super::*;
 use crate::engine_load::{EngineBounds, EngineReading, READING_LIFE, RoutedLoad};
 use crate::index_view::IndexView;
 use crate::prompt::SessionKey;
-use crate::source_table::SourceTable;
+use crate::source_table::{SourceId, SourceTable};
 use crate::speed::AcceptedPrefill;
+use crate::terms::IndexKnowledge;
 use crate::testing::start;
+use proptest::prelude::{any, prop, prop_assert_eq, proptest};
 use warmroute_proto::load::{LoadChange, SampledPrefix};
 use warmroute_proto::query::{IndexAnswer, SourceAnswer};
 use warmroute_proto::{
@@ -141,6 +143,12 @@ impl Fixture {
             .sent(ROUTER, self.next, id, prompt.sampled());
     }
 
+    /// A request of this prompt completed there.
+    fn sent(&mut self, number: u32, prompt: &Prompt) {
+        let (id, hashes) = (self.id(number), prompt.sampled().hashes.clone());
+        self.expected.sent.completed(id, hashes, self.now);
+    }
+
     fn decide_with(
         &self,
         prompt: &Prompt,
@@ -148,11 +156,19 @@ impl Fixture {
         rng: &mut Rng,
     ) -> Result<Decision, RouteRefusal> {
         let input = DecisionInput {
+            turn,
+            ..self.input(prompt)
+        };
+        decide(&input, rng)
+    }
+
+    fn input<'a>(&'a self, prompt: &'a Prompt) -> DecisionInput<'a> {
+        DecisionInput {
             prompt,
             candidates: &self.candidates,
             exclude: &self.exclude,
             except: None,
-            turn,
+            turn: 0,
             trusted: &self.trusted,
             slots: &self.slots,
             expected: &self.expected,
@@ -162,8 +178,7 @@ impl Fixture {
             slowness: &self.slowness,
             knobs: &self.knobs,
             now: self.now,
-        };
-        decide(&input, rng)
+        }
     }
 
     fn decide(&self, prompt: &Prompt) -> Decision {
@@ -506,7 +521,7 @@ fn under_time_the_fewest_active_requests_decide_between_near_times() {
         let decision = decision.unwrap();
         assert_eq!(decision.source, source(1));
         // What is shown agrees with the choice.
-        assert_eq!(decision.probability(&decision.chosen), 1.0);
+        assert_eq!(decision.chosen.probability, 1.0);
     }
 }
 
@@ -570,7 +585,7 @@ fn two_random_sources_are_compared_by_load() {
     for _ in 0..200 {
         let decision = fixture.decide_with(&prompt(100), 0, &mut rng).unwrap();
         chosen[decision.claim.source.index()] += 1;
-        assert_eq!(decision.probability(&decision.chosen), 0.5);
+        assert_eq!(decision.chosen.probability, 0.5);
     }
     assert!(
         chosen[0] > 50 && chosen[1] == 0 && chosen[2] > 50,
@@ -629,7 +644,7 @@ fn policies_that_count_requests_count_foreign_ones() {
         (0..3).for_each(|_| fixture.load(1, 10, 1));
         let decision = fixture.decide(&prompt(100));
         assert_eq!(decision.source, source(1));
-        assert_eq!(decision.probability(&decision.weighed[0]), 0.0);
+        assert_eq!(decision.weighed[0].probability, 0.0);
     }
 }
 
@@ -650,4 +665,78 @@ fn a_source_whose_engine_is_at_a_bound_is_full() {
     assert!(is_full(fixture.refusal(&prompt(100))));
     fixture.now += READING_LIFE;
     fixture.decide(&prompt(100));
+}
+
+proptest! {
+    /// The compared value of every candidate is that of its terms, whatever is known of it, and as if
+    /// one slot were not open.
+    #[test]
+    fn candidates_are_compared_by_the_cost_of_their_terms(
+        parts in prop::collection::vec((0..4_u8, 0..70_u32, 0..3_u32, 0..30_000_u32, 0..20_u32), 1..40),
+        tokens in 0..1200_u32,
+        is_text in any::<bool>(),
+        policy in prop::sample::select(vec![Policy::Time, Policy::Kv, Policy::Approx]),
+        except in 0..60_u64,
+    ) {
+        let mut fixture = Fixture::of(u32::try_from(parts.len()).unwrap());
+        fixture.knobs = policy.into();
+        let asked = match is_text {
+            true => Prompt::of_text(&[&[7; 3000]], tokens, size(), Seed::PLAIN),
+            false => prompt(tokens),
+        };
+        let states = [SourceState::Exact, SourceState::Partial, SourceState::Stale];
+        let mut answers = Vec::new();
+        for (number, &(state, run, requests, tokens, lessons)) in (0..).zip(&parts) {
+            if let Some(&state) = states.get(usize::from(state)) {
+                let run = Tiers { gpu: run / 3, cpu: run % 5, disk: run % 7 };
+                answers.push((number, state, run));
+            }
+            for turn in 0..requests {
+                fixture.load(number, tokens, turn + 1);
+                fixture.sent(number, &prompt(16 * run));
+            }
+            if lessons % 3 == 0 {
+                fixture.expect(number, &prompt(16 * lessons));
+            }
+            let elapsed = Duration::from_millis(lessons.into());
+            let id = fixture.id(number);
+            fixture.speed.ttft.learn(id, tokens.into(), elapsed);
+            fixture.slowness.learn(id, elapsed, 5 * elapsed, fixture.now);
+        }
+        flood(&mut fixture, 0, 2);
+        fixture.index(&answers);
+        let slot = SlotKey { router: ROUTER, counter: except };
+        for except in [None, Some(slot)] {
+            let input = DecisionInput { except, ..fixture.input(&asked) };
+            let scale = CandidateScale::new(&input);
+            for candidate in &fixture.candidates {
+                let (compared, terms) = (scale.compared(candidate), scale.terms(candidate));
+                prop_assert_eq!(compared.cost.to_bits(), terms.cost.to_bits());
+                prop_assert_eq!(compared.requests, terms.requests());
+                prop_assert_eq!(compared.expected_blocks, terms.expected_blocks);
+                let is_silent = compared.knowledge == IndexKnowledge::Silent;
+                prop_assert_eq!(is_silent, terms.approximate_blocks.is_some());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_cheapest_of_many_candidates_are_explained() {
+    let mut fixture = Fixture::of(40);
+    for number in 0..40 {
+        fixture.load(number, 10_000 + number * 7 % 40 * 1000, 1);
+    }
+    let decision = fixture.decide(&prompt(100));
+    assert_eq!(decision.compared.len(), 40);
+    let explained: Vec<f64> = decision.weighed.iter().map(|terms| terms.cost).collect();
+    let mut costs: Vec<f64> = decision.compared.iter().map(|one| one.cost).collect();
+    let order = |costs: &[f64]| {
+        let mut costs = costs.to_vec();
+        costs.sort_by(f64::total_cmp);
+        costs
+    };
+    costs = order(&costs);
+    assert_eq!(order(&explained), costs[..WEIGHED_MAX]);
+    assert_eq!(decision.chosen.cost, costs[0]);
 }

@@ -114,7 +114,10 @@ fn reports_end_by_the_index_by_a_new_generation_and_by_time() {
     fixture.reported.expire(fixture.now);
     assert_eq!(fixture.credit(&asked), 0);
     assert_eq!(
-        (fixture.reported.order.len(), fixture.reported.prompts.samples()),
+        (
+            fixture.reported.order.len(),
+            fixture.reported.prompts.samples()
+        ),
         (0, 0)
     );
 }

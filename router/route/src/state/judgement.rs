@@ -12,6 +12,7 @@ use crate::index_view::TrustedAnswer;
 use crate::prompt::Prompt;
 use crate::replica_roster::IndexReply;
 use crate::source_table::SourceId;
+use crate::terms::{ComparedCandidate, IndexKnowledge};
 
 impl Core {
     /// Takes from each answer the sources that have blocks of its size.
@@ -46,9 +47,29 @@ impl Core {
         trusted
     }
 
+    /// Takes from the answer what it says of expectations at the compared sources.
+    pub(super) fn account_compared(
+        &mut self,
+        prompt: &Prompt,
+        compared: &[ComparedCandidate],
+        trusted: &TrustedAnswer,
+        now: Instant,
+    ) {
+        for one in compared {
+            match one.knowledge {
+                IndexKnowledge::Silent => self.expected.sent.needed(one.source, now),
+                IndexKnowledge::Answered => self.expected.sent.not_needed(one.source, now),
+            }
+            if one.expected_blocks > 0 || !self.expected.reported.is_empty() {
+                let cut = prompt.cut(BlockSize::new(one.block_tokens));
+                self.end_counted(one.source, cut, one.expected_blocks, trusted);
+            }
+        }
+    }
+
     /// Ends predictions and reports of a prompt at a source whose credited blocks cover all of them.
     /// Uncapped: the index holds a prompt's last whole block, which is never credited.
-    pub(super) fn end_counted(
+    fn end_counted(
         &mut self,
         source: SourceId,
         prompt: &Prompt,

@@ -50,7 +50,7 @@ impl Core {
         let better = decision.filter(|(decision, _)| {
             let margin = self.move_margin(request, source);
             // A source that is left out has a reason, which another request will find out.
-            let stay = decision.weighed.iter().find(|terms| terms.source == source);
+            let stay = decision.compared.iter().find(|one| one.source == source);
             stay.is_some_and(|stay| stay.cost - decision.chosen.cost > margin)
         });
         let Some((decision, _)) = better else {
