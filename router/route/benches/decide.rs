@@ -1,9 +1,10 @@
-//! What one decision costs among 512 sources with 20,000 active requests, for a prompt of 32,000
-//! tokens of which nine tenths are cached at some: hashing, the index's lookup, and the decision
-//! with its accounting. `cargo bench -p warmroute-route --bench decide`.
+//! What one decision costs: 64 and 512 sources with 16 active requests and four that have just
+//! ended each, for a prompt of 32,000 tokens of which no source, one, or every source holds the
+//! beginning. `cargo bench -p warmroute-route --bench decide [SOURCES …]`.
 //!
-//! One thread, everything in one process, no encoding and no task: the pure parts of a request's
-//! way.
+//! One thread, everything in one process. A decision is what the core does under its lock:
+//! judgement of the index's answer, choice, and accounting with its encoded message. The calls at a
+//! request's first token and end hold the same lock.
 #![expect(
     clippy::disallowed_methods,
     clippy::print_stdout,
@@ -11,29 +12,41 @@
     reason = "a benchmark reads the clock, prints, and stops when it is wrong"
 )]
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fastrand::Rng;
-use warmroute_index::tree::{SourceNumber, TierMask, Tree};
-use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
+use warmroute_proto::load::SlotEnd;
+use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::{
-    BlockSize, Change, DpRank, EngineSeq, Generation, LogPosition, PrefixHash, RecordNumber,
-    RouterId, Seed, Source, StreamIdentity, Tier, Tiers,
+use warmroute_proto::roster::{
+    HolderGroup, HolderPart, NumberSet, RosterId, RosterNumber, RosterPage, RosterRow, RosterStatus,
 };
+use warmroute_proto::{
+    BlockSize, DpRank, Generation, LogPosition, RouterId, Seed, Source, StreamIdentity, Tiers,
+};
+use warmroute_route::choice::Policy;
 use warmroute_route::{
-    Core, CoreConfig, Health, IndexReply, Knobs, Prompt, RouteRequest, SlotEvent,
+    Core, CoreConfig, Health, HolderReply, IndexReply, Prompt, ReplicaRoster, RouteRequest,
+    SlotEvent,
 };
 
-const SOURCES: u32 = 512;
-const ACTIVE: u32 = 20_000;
+const ACTIVE_EACH: u32 = 16;
+/// Requests of each source that ended within the last two seconds.
+const ENDED_EACH: u32 = 4;
 const TOKENS: u32 = 32_000;
-/// Number of different prompt families.
-const FAMILIES: u32 = 64;
-/// Sources that hold a family's common part.
-const HOLDERS: u32 = 8;
-const DECISIONS: usize = 2_000;
+/// Tokens of an active request's prompt.
+const ACTIVE_TOKENS: u32 = 2_000;
+/// Blocks of the beginning that all active requests share.
+const COMMON_BLOCKS: u32 = 32;
+const DECISIONS: u32 = 2_000;
+
+/// Sources that hold the beginning of the prompt.
+#[derive(Clone, Copy)]
+enum Holding {
+    Nobody,
+    One,
+    All,
+}
 
 fn source(number: u32) -> Source {
     Source {
@@ -42,9 +55,9 @@ fn source(number: u32) -> Source {
     }
 }
 
-fn core() -> Core {
+fn core(policy: Policy, sources: u32) -> Core {
     let mut core = Core::new(CoreConfig {
-        knobs: Knobs::default(),
+        knobs: policy.into(),
         router: RouterId([1; 16]),
         incarnation: Generation(1),
         seed: 1,
@@ -58,130 +71,199 @@ fn core() -> Core {
             format!("http://worker-{number}:8000"),
         )
     };
-    core.set_workers(&(0..SOURCES).map(entry).collect::<Vec<_>>());
-    for number in 0..SOURCES {
+    core.set_workers(&(0..sources).map(entry).collect::<Vec<_>>());
+    for number in 0..sources {
         core.set_health(&source(number).worker, Health::Healthy);
     }
     core
 }
 
-/// Nine tenths are the family's.
-fn tokens(family: u32, own: u32) -> Vec<u32> {
-    let common = TOKENS / 10 * 9;
+/// `own` distinguishes prompts, after `common` tokens that all have.
+fn prompt(length: u32, common: u32, own: u32) -> Prompt {
     let token = |at| match at < common {
-        true => family * 100_000 + at,
-        false => 10_000_000 + own.wrapping_mul(7919).wrapping_add(at),
+        true => at,
+        false => 1_000_000 + own.wrapping_mul(7919).wrapping_add(at),
     };
-    (0..TOKENS).map(token).collect()
+    let tokens: Vec<u32> = (0..length).map(token).collect();
+    Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
 }
 
-fn prompt(tokens: &[u32]) -> Prompt {
-    Prompt::new(tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
-}
-
+/// An index that answers as its indexer does.
 struct Index {
-    tree: Tree,
-    sources: Vec<(Source, SourceNumber)>,
+    roster: Arc<ReplicaRoster>,
+    sources: u32,
+    position: u64,
 }
 
 impl Index {
-    fn new() -> Self {
-        let mut tree = Tree::new();
-        let open = |number| (source(number), tree.open());
-        let sources: Vec<_> = (0..SOURCES).map(open).collect();
-        for family in 0..FAMILIES {
-            let prompt = prompt(&tokens(family, 0));
-            let common = prompt.blocks().len() / 10 * 9;
-            let change = Change::Stored {
-                parent: None,
-                blocks: prompt.blocks()[..common].to_vec(),
-                tier: Tier::Gpu,
-            };
-            for holder in 0..HOLDERS {
-                let at = (family * HOLDERS + holder) % SOURCES;
-                tree.apply(sources[at as usize].1, &change).unwrap();
-            }
+    fn new(sources: u32) -> Self {
+        let states = Tiers::all(SourceState::Exact);
+        let row = |number| RosterRow {
+            number: RosterNumber(number),
+            source: source(number),
+            status: Some(RosterStatus {
+                generation: Generation(1),
+                states,
+                reason: None,
+            }),
+        };
+        let mut roster = ReplicaRoster::default();
+        let page = RosterPage {
+            roster: RosterId(1),
+            version: 1,
+            rows: (0..sources).map(row).collect(),
+            more: false,
+        };
+        roster.take(page).unwrap();
+        Self {
+            roster: Arc::new(roster),
+            sources,
+            position: 0,
         }
-        Self { tree, sources }
     }
 
-    fn answer(&self, prompt: &Prompt) -> IndexReply {
-        let chain: Vec<PrefixHash> = prefix_hashes(None, prompt.blocks()).collect();
-        let allowed: Vec<_> = self
-            .sources
-            .iter()
-            .map(|(_, number)| (*number, TierMask::ALL))
-            .collect();
-        let runs = self.tree.lookup_chain(&chain, &allowed);
-        let of = |((source, _), run): (&(Source, SourceNumber), Tiers<u32>)| SourceAnswer {
-            source: source.clone(),
-            generation: Generation(1),
-            number: Some(RecordNumber(1)),
-            engine_seq: Some(EngineSeq(1)),
-            states: Tiers::all(SourceState::Exact),
-            reason: None,
-            proof_age_ms: 0,
-            run,
+    fn answer(&mut self, holding: Holding) -> IndexReply {
+        self.position += 1;
+        let (gpu, members) = match holding {
+            Holding::Nobody => (0, 0..0),
+            Holding::One => (1_000, 7..8),
+            Holding::All => (COMMON_BLOCKS, 0..self.sources),
         };
-        let answer = IndexAnswer::Runs {
+        let group = HolderGroup {
+            run: Tiers {
+                gpu,
+                cpu: 0,
+                disk: 0,
+            },
+            states: Tiers::all(SourceState::Exact),
+            members: NumberSet::from_ascending(members.map(RosterNumber)),
+        };
+        let part = HolderPart {
+            roster: RosterId(1),
             log: StreamIdentity {
                 created_unix_ns: 0,
                 nonce: 0,
             },
-            position: LogPosition(1),
-            sources: self.sources.iter().zip(runs).map(of).collect(),
+            position: LogPosition(self.position),
+            groups: if gpu > 0 { vec![group] } else { Vec::new() },
+            details: Vec::new(),
+            changes: Vec::new(),
+            next: None,
         };
-        answer.into()
+        let reply = HolderReply::new(Arc::clone(&self.roster), vec![part]);
+        IndexReply::Holders(reply.unwrap())
     }
 }
 
-fn report(what: &str, mut times: Vec<Duration>) {
-    times.sort_unstable();
-    let at = |share: usize| times[(times.len() * share / 100).min(times.len() - 1)];
-    println!("{what:<34} p50 {:>9.1?}  p99 {:>9.1?}", at(50), at(99));
+/// A core and the time that passes in it.
+struct Fleet {
+    core: Core,
+    index: Index,
+    now: Instant,
+    asked: u32,
 }
 
-fn main() {
-    let (index, mut core, mut rng) = (Index::new(), core(), Rng::with_seed(1));
-    let mut now = Instant::now();
-    let mut admit = |core: &mut Core, prompt: &Prompt, answer: Option<&IndexReply>| {
-        now += Duration::from_micros(100);
-        let ask = RouteRequest {
+impl Fleet {
+    fn new(policy: Policy, sources: u32) -> Self {
+        let mut fleet = Self {
+            core: core(policy, sources),
+            index: Index::new(sources),
+            now: Instant::now(),
+            asked: 0,
+        };
+        for number in 0..sources * ACTIVE_EACH {
+            let slot = fleet.admit_active();
+            // Every eighth is still being prefilled.
+            if number % 8 > 0 {
+                fleet.note(SlotEvent::FirstToken { counter: slot });
+            }
+        }
+        for _ in 0..sources * ENDED_EACH {
+            let counter = fleet.admit_active();
+            fleet.note(SlotEvent::FirstToken { counter });
+            let end = SlotEnd::Completed;
+            fleet.note(SlotEvent::End { counter, end });
+        }
+        fleet
+    }
+
+    fn admit_active(&mut self) -> u64 {
+        self.asked += 1;
+        let prompt = prompt(ACTIVE_TOKENS, 16 * COMMON_BLOCKS, self.asked);
+        let answer = self.index.answer(Holding::All);
+        self.admit(&prompt, &answer).0
+    }
+
+    fn admit(&mut self, prompt: &Prompt, answer: &IndexReply) -> (u64, Duration) {
+        self.now += Duration::from_micros(50);
+        let request = RouteRequest {
             model: "m",
             prompt,
             exclude: &[],
         };
-        (core.admit(&ask, answer, now).unwrap().slot, now)
-    };
-    // What is active decodes, and has shorter prompts: 16 families' beginnings.
-    for number in 0..ACTIVE {
-        let shorter = tokens(rng.u32(..16), number);
-        let (counter, now) = admit(&mut core, &prompt(&shorter[..2_000]), None);
-        core.note(SlotEvent::FirstToken { counter }, now).unwrap();
-    }
-    let mut spans: [Vec<Duration>; 4] = Default::default();
-    for number in 0..DECISIONS {
-        let tokens = tokens(rng.u32(..FAMILIES), 100_000 + number as u32);
         let begin = Instant::now();
-        let prompt = prompt(&tokens);
-        let hashed = Instant::now();
-        let answer = index.answer(&prompt);
-        let looked = Instant::now();
-        let (counter, now) = admit(&mut core, &prompt, Some(&answer));
-        let decided = Instant::now();
-        for (span, time) in spans.iter_mut().zip([
-            hashed - begin,
-            looked - hashed,
-            decided - looked,
-            decided - begin,
-        ]) {
-            span.push(time);
-        }
-        core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+        let admitted = self.core.admit(&request, Some(answer), self.now).unwrap();
+        (admitted.slot, begin.elapsed())
     }
-    println!("{SOURCES} sources, {ACTIVE} active requests, prompts of {TOKENS} tokens");
-    let names = ["hash", "look up", "decide and account", "all"];
-    for (name, times) in names.into_iter().zip(spans) {
-        report(name, times);
+
+    fn note(&mut self, event: SlotEvent) -> Duration {
+        self.now += Duration::from_micros(50);
+        let begin = Instant::now();
+        self.core.note(event, self.now).unwrap();
+        begin.elapsed()
+    }
+
+    fn measure(&mut self, holding: Holding) -> [Vec<Duration>; 3] {
+        let mut spans: [Vec<Duration>; 3] = Default::default();
+        for _ in 0..DECISIONS {
+            self.asked += 1;
+            let common = match holding {
+                Holding::Nobody | Holding::One => 0,
+                Holding::All => 16 * COMMON_BLOCKS,
+            };
+            let prompt = prompt(TOKENS, common, self.asked);
+            let answer = self.index.answer(holding);
+            let (counter, decided) = self.admit(&prompt, &answer);
+            let begun = self.note(SlotEvent::FirstToken { counter });
+            let end = SlotEnd::Aborted;
+            let ended = self.note(SlotEvent::End { counter, end });
+            for (span, time) in spans.iter_mut().zip([decided, begun, ended]) {
+                span.push(time);
+            }
+        }
+        spans
+    }
+}
+
+fn quantiles(mut times: Vec<Duration>) -> String {
+    times.sort_unstable();
+    let at = |share: usize| times[times.len() * share / 100].as_secs_f64() * 1e6;
+    format!("{:6.1} {:6.1} |", at(50), at(99))
+}
+
+fn main() {
+    let asked: Vec<u32> = std::env::args()
+        .filter_map(|one| one.parse().ok())
+        .collect();
+    let sizes = if asked.is_empty() {
+        vec![64, 512]
+    } else {
+        asked
+    };
+    println!("µs, p50 p99  sources  holders | decision      | first token   | end           |");
+    for policy in [Policy::Time, Policy::Kv] {
+        for &sources in &sizes {
+            let mut fleet = Fleet::new(policy, sources);
+            for (holders, holding) in [
+                ("none", Holding::Nobody),
+                ("one", Holding::One),
+                ("all", Holding::All),
+            ] {
+                let spans = fleet.measure(holding).map(quantiles);
+                let [decided, begun, ended] = spans;
+                let policy = policy.label();
+                println!("{policy:11} {sources:8} {holders:>8} | {decided} {begun} {ended}");
+            }
+        }
     }
 }

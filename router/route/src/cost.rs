@@ -142,6 +142,9 @@ pub fn decode_blocks(active: u64, prompt: &Prompt, shared: u32) -> f64 {
 /// running requests, or of this prompt where that is not known.
 #[must_use]
 pub fn foreign_blocks(foreign: ForeignLoad, prompt: &Prompt) -> [f64; 2] {
+    if foreign.requests == 0 {
+        return [0.0; 2];
+    }
     let own_blocks = || f64::from(prompt.blocks_taken());
     let each = foreign.request_blocks.unwrap_or_else(own_blocks);
     [foreign.waiting, foreign.requests].map(|requests| f64::from(requests) * each)
@@ -201,6 +204,10 @@ pub fn level_near_time(time: f64, lowest: f64, active_requests: u32) -> f64 {
 /// expected blocks.
 #[must_use]
 pub fn own_prefill_tokens(prompt: &Prompt, overlap_value: f64, prediction_blocks: f64) -> u32 {
+    // Most sources hold nothing.
+    if overlap_value + prediction_blocks == 0.0 {
+        return prompt.tokens();
+    }
     let saved = (overlap_value + prediction_blocks) * f64::from(prompt.block_tokens());
     let left = (f64::from(prompt.tokens()) - saved).max(0.0).ceil();
     // A saturating cast of a number between 0 and the prompt's tokens.

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
-    EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity, Tier, Tiers,
+    EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity, Tier, Tiers, WorkerId,
 };
 
 use super::replica_roster::{HolderReply, IndexReply, KnownHolder};
@@ -193,7 +193,7 @@ impl IndexView {
         now: Instant,
     ) -> TrustedAnswer {
         let mut trusted = TrustedAnswer {
-            sources: PerSource::sized(table.len()),
+            sources: PerSource::with_capacity(table.len()),
             restarted: Vec::new(),
         };
         match reply {
@@ -224,7 +224,8 @@ impl IndexView {
     /// The number of the source at this place of an answer.
     fn id_at(&mut self, table: &mut SourceTable, place: usize, source: &Source) -> SourceId {
         if let Some((known, id)) = self.order.get(place)
-            && known == source
+            && known.dp_rank == source.dp_rank
+            && is_same_name(&known.worker, &source.worker)
         {
             return *id;
         }
@@ -413,6 +414,11 @@ impl SourceFreshness {
             None => Freshness::Fresh,
         }
     }
+}
+
+/// The rows of a roster share their names with those of the last answer.
+fn is_same_name(known: &WorkerId, named: &WorkerId) -> bool {
+    std::ptr::eq(known.as_str(), named.as_str()) || known == named
 }
 
 fn is_forgotten(shown: Option<Instant>, now: Instant) -> bool {

@@ -121,6 +121,12 @@ impl Predictions {
         open.len() == most
     }
 
+    /// The sources where [`Self::counted`] may end an expectation along this prompt.
+    #[must_use]
+    pub fn countable(&self, prompt: &SampledPrefix) -> PerSource<bool> {
+        self.prompts.with_beginnings(&prompt.hashes)
+    }
+
     /// Ends expectations along this prompt that are no longer than the index credits.
     pub fn counted(&mut self, source: SourceId, prompt: &SampledPrefix, credited: u32) {
         if self.is_empty(source) {

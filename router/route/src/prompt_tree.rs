@@ -141,6 +141,30 @@ impl PromptTree {
         held
     }
 
+    /// The sources with a prompt that is a beginning of this one, or all of it.
+    #[must_use]
+    pub fn with_beginnings(&self, prompt: &[PrefixHash]) -> PerSource<bool> {
+        let mut sources = PerSource::default();
+        for at in self.beginnings(prompt) {
+            for source in self.node(at).holders.ended() {
+                *sources.get_mut(source) = true;
+            }
+        }
+        sources
+    }
+
+    /// The nodes whose prompts are beginnings of this one, the longest first.
+    fn beginnings(&self, prompt: &[PrefixHash]) -> impl Iterator<Item = NodeId> {
+        let walk = self.walk(clip(prompt));
+        let first = match walk.within < self.node(walk.node).run.len() {
+            true => self.node(walk.node).parent,
+            false => walk.node,
+        };
+        let path = std::iter::successors(Some(first), |&at| Some(self.node(at).parent));
+        let path = path.take_while(|&at| at != ROOT);
+        path.filter(|&at| self.node(at).ends > 0)
+    }
+
     /// Blocks of the longest common prefix with any prompt of the source.
     #[must_use]
     pub fn longest(&self, source: SourceId, prompt: &[PrefixHash]) -> u32 {
@@ -289,21 +313,13 @@ impl PromptTree {
         prompt: &[PrefixHash],
         blocks_max: u32,
     ) -> Vec<PromptLeaf> {
-        let mut leaves = Vec::new();
-        let walk = self.walk(clip(prompt));
-        let mut at = walk.node;
-        if walk.within < self.node(at).run.len() {
-            at = self.node(at).parent;
-        }
-        while at != ROOT {
+        let is_own = |&at: &NodeId| {
             let node = self.node(at);
             let is_short = sampled_length(node.samples_to_end()) <= blocks_max;
-            if is_short && node.holders.ends(source) > 0 {
-                leaves.push(PromptLeaf(at));
-            }
-            at = node.parent;
-        }
-        leaves
+            is_short && node.holders.ends(source) > 0
+        };
+        let own = self.beginnings(prompt).filter(is_own);
+        own.map(PromptLeaf).collect()
     }
 
     /// Those of `leaves` whose prompts share more than `blocks` blocks with this one.

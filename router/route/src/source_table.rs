@@ -94,12 +94,10 @@ impl<T: Default> PerSource<T> {
         &mut self.0[index]
     }
 
-    /// Defaults for so many sources.
+    /// With memory for so many sources.
     #[must_use]
-    pub fn sized(sources: usize) -> Self {
-        let mut all = Vec::new();
-        all.resize_with(sources, T::default);
-        Self(all)
+    pub fn with_capacity(sources: usize) -> Self {
+        Self(Vec::with_capacity(sources))
     }
 
     /// The value of this source, or the default.

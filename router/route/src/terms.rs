@@ -104,6 +104,13 @@ struct CachedValue {
     prediction: f64,
 }
 
+/// The load of a source: the routers', and that from elsewhere.
+#[derive(Clone, Copy, Debug)]
+struct SourceLoads {
+    load: ActiveLoad,
+    foreign: ForeignLoad,
+}
+
 /// The load of a source, in blocks of the prompt.
 #[derive(Clone, Copy, Debug)]
 struct LoadBlocks {
@@ -126,18 +133,17 @@ impl<'a> CandidateScale<'a> {
         let cut = self.matched.cut(candidate.block_size);
         let known = input.trusted.of(id);
         let value = self.cached_value(cut, candidate, known);
-        let load = input.slots.load_without(id, input.except);
-        let foreign = input.engines.foreign(id, input.now);
+        let loads = self.loads(id);
         let cost = if input.knobs.policy.is_timed() {
-            let time = self.time(cut, candidate, value, (load, foreign));
-            time.total(requests(load, foreign))
+            let time = self.time(cut, candidate, value, &loads);
+            time.total(loads.requests())
         } else {
-            let blocks = load_blocks(cut, candidate, value, (load, foreign));
+            let blocks = load_blocks(cut, candidate, value, &loads);
             self.block_cost(cut, candidate, value, blocks)
         };
         ComparedCandidate {
             source: id,
-            requests: requests(load, foreign),
+            requests: loads.requests(),
             cost,
             expected_blocks: cut.predicted.of(id),
             block_tokens: cut.prompt.block_tokens(),
@@ -154,12 +160,11 @@ impl<'a> CandidateScale<'a> {
         let credit = credit(cut, candidate, known);
         let expected = expected(cut, candidate, known, cost::overlap_blocks(credit.overlap));
         let value = self.value(&credit, &expected);
-        let load = input.slots.load_without(id, input.except);
-        let foreign = input.engines.foreign(id, input.now);
-        let blocks = load_blocks(cut, candidate, value, (load, foreign));
-        let time = self.time(cut, candidate, value, (load, foreign));
+        let loads = self.loads(id);
+        let blocks = load_blocks(cut, candidate, value, &loads);
+        let time = self.time(cut, candidate, value, &loads);
         let (slowness, cost) = if input.knobs.policy.is_timed() {
-            (1.0, time.total(requests(load, foreign)))
+            (1.0, time.total(loads.requests()))
         } else {
             let slowness = input.slowness.slowness(id, input.now);
             (slowness, self.block_cost(cut, candidate, value, blocks))
@@ -183,15 +188,24 @@ impl<'a> CandidateScale<'a> {
             predicted_blocks: expected.beyond_credit,
             prefill_blocks: blocks.prefill,
             decode_blocks: blocks.decode,
-            active_requests: load.active_requests,
-            foreign_requests: foreign.requests,
+            active_requests: loads.load.active_requests,
+            foreign_requests: loads.foreign.requests,
             foreign_prefill_blocks: blocks.foreign_prefill,
             foreign_decode_blocks: blocks.foreign_decode,
-            queued_tokens: load.prefill_tokens,
+            queued_tokens: loads.load.prefill_tokens,
             slowness,
             time,
             cost,
             probability: 0.0,
+        }
+    }
+
+    #[inline]
+    fn loads(&self, source: SourceId) -> SourceLoads {
+        let input = self.input;
+        SourceLoads {
+            load: input.slots.load_without(source, input.except),
+            foreign: input.engines.foreign(source, input.now),
         }
     }
 
@@ -222,14 +236,15 @@ impl<'a> CandidateScale<'a> {
         cut: &CutMatch<'_>,
         candidate: &Candidate,
         value: CachedValue,
-        (load, foreign): (ActiveLoad, ForeignLoad),
+        loads: &SourceLoads,
     ) -> TimeTerms {
+        let SourceLoads { load, foreign } = loads;
         let (id, input, prompt) = (candidate.id, self.input, cut.prompt);
         let speed = input.speed;
         let own = cost::own_prefill_tokens(prompt, value.overlap, value.prediction);
-        let [foreign_blocks, _] = cost::foreign_blocks(foreign, prompt);
+        let [foreign_blocks, _] = cost::foreign_blocks(*foreign, prompt);
         let foreign_tokens = foreign_blocks * f64::from(prompt.block_tokens());
-        let requests = requests(load, foreign);
+        let requests = loads.requests();
         TimeTerms {
             queue: speed.queue_secs(id, load.prefill_tokens, input.now),
             // A saturating cast of a number of at least 0.
@@ -259,18 +274,22 @@ impl<'a> CandidateScale<'a> {
     }
 }
 
-fn requests(load: ActiveLoad, foreign: ForeignLoad) -> u32 {
-    load.active_requests.saturating_add(foreign.requests)
+impl SourceLoads {
+    const fn requests(&self) -> u32 {
+        let Self { load, foreign } = self;
+        load.active_requests.saturating_add(foreign.requests)
+    }
 }
 
 fn load_blocks(
     cut: &CutMatch<'_>,
     candidate: &Candidate,
     value: CachedValue,
-    (load, foreign): (ActiveLoad, ForeignLoad),
+    loads: &SourceLoads,
 ) -> LoadBlocks {
+    let SourceLoads { load, foreign } = loads;
     let (prompt, shared) = (cut.prompt, cut.shared.of(candidate.id));
-    let [foreign_prefill, foreign_decode] = cost::foreign_blocks(foreign, prompt);
+    let [foreign_prefill, foreign_decode] = cost::foreign_blocks(*foreign, prompt);
     LoadBlocks {
         prefill: cost::prefill_blocks(load.prefill_tokens, prompt, value.overlap),
         decode: cost::decode_blocks(load.decode_blocks, prompt, shared),

@@ -42,6 +42,12 @@ impl Holders {
         self.0.iter().rev().map(|holder| holder.source)
     }
 
+    /// Those with a prompt that ends here.
+    pub(super) fn ended(&self) -> impl Iterator<Item = SourceId> {
+        let ended = self.0.iter().rev().filter(|holder| holder.ends > 0);
+        ended.map(|holder| holder.source)
+    }
+
     pub(super) fn contains(&self, source: SourceId) -> bool {
         self.place_of(source).is_ok()
     }

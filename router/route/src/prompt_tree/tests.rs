@@ -81,6 +81,7 @@ impl PromptLists {
             assert_eq!(tree.longest(source, probe), expected);
             let along = tree.leaves_along(source, probe, u32::MAX);
             let along: BTreeSet<PromptLeaf> = along.into_iter().collect();
+            assert_eq!(tree.with_beginnings(probe).of(source), !along.is_empty());
             let own = self.0.iter().filter(|(of, ..)| *of == source);
             let prefixes = own.filter(|(_, _, own)| !own.is_empty() && probe.starts_with(own));
             assert_eq!(along, prefixes.map(|(_, leaf, _)| *leaf).collect());

@@ -55,12 +55,21 @@ impl Core {
         trusted: &TrustedAnswer,
         now: Instant,
     ) {
+        let countable = |cut: &Prompt| {
+            let sources = self.expected.predictions.countable(cut.sampled());
+            (cut.block_tokens(), sources)
+        };
+        let countable: Vec<_> = prompt.cuts().map(countable).collect();
+        let has_reports = !self.expected.reported.is_empty();
         for one in compared {
             match one.knowledge {
                 IndexKnowledge::Silent => self.expected.sent.needed(one.source, now),
                 IndexKnowledge::Answered => self.expected.sent.not_needed(one.source, now),
             }
-            if one.expected_blocks > 0 || !self.expected.reported.is_empty() {
+            let is_countable = one.expected_blocks > 0
+                && (countable.iter())
+                    .any(|(size, sources)| *size == one.block_tokens && sources.of(one.source));
+            if is_countable || has_reports {
                 let cut = prompt.cut(BlockSize::new(one.block_tokens));
                 self.end_counted(one.source, cut, one.expected_blocks, trusted);
             }
