@@ -8,14 +8,14 @@
 //! counts zero, with its state beside it.
 //!
 //! Probes, metrics and digests are open. All others show or compute much, and need a key unless the
-//! port is bound to loopback. Their memory is not part of `--max-memory`, and their work
-//! must not delay routers: few bodies and dumps are read in parallel, one body or view is worked at, on
-//! a blocking thread; the others wait for a slot, up to a deadline.
+//! port is bound to loopback. Their memory is not part of `--max-memory`, and their work must not
+//! delay routers: few bodies and dumps are read in parallel, and one body, page or view is worked at;
+//! the others wait. What is large and needs no lock of the index runs on a thread of low priority.
 
 mod dump;
 mod key_file;
+mod query;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,22 +25,14 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::StreamExt as _;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tracing::warn;
 use warmroute_process::access::{RouteAccess, RouteTable};
 use warmroute_process::{blocking, build};
-use warmroute_proto::hash::local_hashes;
-use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
-use warmroute_proto::{
-    BlockSize, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
-};
 
 use crate::service::Handle;
-use warmroute_index::view::WorkerView;
 
 pub use key_file::{KeyFileError, read_key_file};
 
@@ -95,8 +87,8 @@ fn digests(handle: &Handle, work: &Arc<Semaphore>, access: RouteAccess) -> Route
 
 fn queries(handle: &Handle, work: &Arc<Semaphore>) -> RouteTable {
     let queries = RouteTable::default()
-        .route("/query", RouteAccess::Read, post(query))
-        .route("/query_by_hash", RouteAccess::Read, post(query_by_hash));
+        .route("/query", RouteAccess::Read, post(query::by_tokens))
+        .route("/query_by_hash", RouteAccess::Read, post(query::by_hashes));
     let dumps = RouteTable::default().route("/dump", RouteAccess::Read, get(dump::dump));
     queries
         .with_state(&Limited::new(handle, work, BODIES_MAX))
@@ -120,10 +112,10 @@ impl Limited {
         }
     }
 
-    async fn slot(&self) -> Result<OwnedSemaphorePermit, HttpError> {
+    async fn slot(&self) -> Result<Slot, HttpError> {
         let slots = Arc::clone(&self.slots);
         match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
-            Ok(Ok(slot)) => Ok(slot),
+            Ok(Ok(slot)) => Ok(Slot(Arc::new(slot))),
             Ok(Err(_)) | Err(_) => Err(HttpError {
                 status: StatusCode::SERVICE_UNAVAILABLE,
                 message: "all request slots are in use: try again".to_owned(),
@@ -131,51 +123,46 @@ impl Limited {
         }
     }
 
-    /// Computes a response on a blocking thread.
-    async fn respond(
+    /// Reads the index on a blocking thread.
+    async fn read<T: Send + 'static>(
         &self,
-        slot: OwnedSemaphorePermit,
-        work: impl FnOnce(&Handle) -> Result<Response, HttpError> + Send + 'static,
-    ) -> Response {
+        slot: &Slot,
+        read: impl FnOnce(&Handle) -> T + Send + 'static,
+    ) -> Result<T, HttpError> {
         let handle = self.handle.clone();
-        // It is never closed, and what it waits for is bounded work.
-        let place = Arc::clone(&self.work).acquire_owned().await;
-        let response = blocking::run(move || {
-            let response = work(&handle);
+        let (place, slot) = (self.place().await, slot.clone());
+        let result = blocking::run(move || {
+            let result = read(&handle);
             drop((place, slot));
-            response
+            result
         });
-        match response.await {
-            Ok(response) => response.into_response(),
-            Err(error) => {
-                warn!(%error, "a request failed");
-                StatusCode::INTERNAL_SERVER_ERROR.into_response()
-            }
-        }
+        result.await.map_err(HttpError::internal)
     }
 
-    /// The answer to a JSON body, which is parsed on a blocking thread.
-    async fn query<T: DeserializeOwned>(
+    /// Computes on a thread of low priority, which must not hold the index's lock.
+    async fn compute<T: Send + 'static>(
         &self,
-        request: Request,
-        answer: impl FnOnce(&Handle, T) -> Result<QueryResponse, HttpError> + Send + 'static,
-    ) -> Result<Response, HttpError> {
-        check_content_type(request.headers())?;
-        let slot = self.slot().await?;
-        let late = |_| HttpError {
-            status: StatusCode::REQUEST_TIMEOUT,
-            message: format!("the body takes longer than {BODY_DEADLINE:?}"),
-        };
-        let body = timeout(BODY_DEADLINE, body_of(request));
-        let body = body.await.map_err(late)??;
-        let answer = move |handle: &Handle| {
-            let Json(query) = Json::from_bytes(&body)?;
-            drop(body);
-            Ok(Json(answer(handle, query)?).into_response())
-        };
-        Ok(self.respond(slot, answer).await)
+        slot: &Slot,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, HttpError> {
+        let (place, slot) = (self.place().await, slot.clone());
+        let result = blocking::run_low(move || {
+            let result = work();
+            drop((place, slot));
+            result
+        });
+        result.await.map_err(HttpError::internal)
+    }
+
+    /// `None` is never returned, because the semaphore is never closed.
+    async fn place(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.work).acquire_owned().await.ok()
     }
 }
+
+/// A request's slot. Work that outlives the request keeps it.
+#[derive(Clone)]
+struct Slot(#[expect(dead_code, reason = "it is held")] Arc<OwnedSemaphorePermit>);
 
 /// A request's body. It is joined as it comes, because joining megabytes at its end would keep a
 /// thread of the runtime for milliseconds.
@@ -226,6 +213,14 @@ impl HttpError {
             message: message.into(),
         }
     }
+
+    fn internal(error: impl std::fmt::Display) -> Self {
+        warn!(%error, "a request failed");
+        Self {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            message: "the request failed".to_owned(),
+        }
+    }
 }
 
 impl From<JsonRejection> for HttpError {
@@ -243,231 +238,16 @@ impl IntoResponse for HttpError {
     }
 }
 
-/// Common fields are repeated, because `serde(flatten)` buffers unknown fields.
-#[derive(Deserialize)]
-struct TokensQuery {
-    #[serde(alias = "model_name")]
-    model: Option<String>,
-    block_size: Option<u32>,
-    instance_id: Option<WorkerId>,
-    token_ids: Vec<u32>,
-    lora_name: Option<String>,
-    cache_salt: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct HashQuery {
-    #[serde(alias = "model_name")]
-    model: Option<String>,
-    block_size: Option<u32>,
-    instance_id: Option<WorkerId>,
-    /// Local block hashes, already seeded.
-    block_hashes: Vec<LocalHash>,
-    cache_salt: Option<String>,
-}
-
-/// Selects workers. The RFC has `model`, its widest-used implementation `model_name`.
-struct Scope {
-    model: Option<String>,
-    block_size: Option<u32>,
-    instance_id: Option<WorkerId>,
-}
-
-impl Scope {
-    /// A worker that the registry never named is meant only if no model is.
-    fn means(&self, view: &WorkerView) -> bool {
-        let id = &self.instance_id;
-        id.as_ref().is_none_or(|id| *id == view.instance_id)
-            && self.model.as_ref().is_none_or(|model| {
-                view.entry.as_ref().is_some_and(|entry| {
-                    entry.models.contains(model)
-                        || entry.loras.iter().any(|lora| lora.name == *model)
-                })
-            })
-    }
-
-    const fn is_narrow(&self) -> bool {
-        self.model.is_some() || self.instance_id.is_some()
-    }
-
-    fn block_size(&self, meant: &[&WorkerView]) -> Result<BlockSize, HttpError> {
-        if let Some(tokens) = self.block_size {
-            return BlockSize::new(tokens).ok_or_else(|| HttpError::bad("block_size is 0"));
-        }
-        let mut sizes = meant.iter().filter_map(|view| reported_size(view));
-        let first = sizes
-            .next()
-            .ok_or_else(|| HttpError::bad("no worker reported its block size: give block_size"))?;
-        if sizes.any(|size| size != first) {
-            return Err(HttpError::bad(
-                "block sizes differ: name model or block_size",
-            ));
-        }
-        Ok(first)
-    }
-}
-
-fn reported_size(view: &WorkerView) -> Option<BlockSize> {
-    view.entry.as_ref()?.block_size
-}
-
-#[derive(Serialize)]
-struct QueryResponse {
-    position: LogPosition,
-    /// Tokens on the GPU by instance and rank.
-    scores: BTreeMap<WorkerId, BTreeMap<DpRank, u64>>,
-    instances: BTreeMap<WorkerId, Instance>,
-}
-
-/// The best of an instance's ranks, and each of them.
-#[derive(Default, Serialize)]
-struct Instance {
-    longest_matched: u64,
-    gpu: u64,
-    cpu: u64,
-    disk: u64,
-    dp: BTreeMap<DpRank, u64>,
-    rank_matches: BTreeMap<DpRank, RankMatch>,
-    states: BTreeMap<DpRank, SourceState>,
-    /// The engine batch that each rank's tokens are of; null before the first.
-    engine_seqs: BTreeMap<DpRank, Option<EngineSeq>>,
-}
-
-/// One rank's tokens, cumulative: a rank's tiers go together, those of different ranks do not.
-#[derive(Clone, Copy, Serialize)]
-struct RankMatch {
-    gpu: u64,
-    cpu: u64,
-    disk: u64,
-}
-
-async fn query(State(index): State<Limited>, request: Request) -> Result<Response, HttpError> {
-    index.query(request, answer_tokens).await
-}
-
-fn answer_tokens(handle: &Handle, body: TokensQuery) -> Result<QueryResponse, HttpError> {
-    let scope = Scope {
-        model: body.model,
-        block_size: body.block_size,
-        instance_id: body.instance_id,
-    };
-    let chosen = Chosen::of(&handle.workers(), &scope)?;
-    let lora = body.lora_name.as_deref().or(chosen.lora.as_deref());
-    let seed = Seed::new(lora, body.cache_salt.as_deref());
-    let blocks = local_hashes(&body.token_ids, chosen.block_size, seed);
-    chosen.answer(handle, blocks)
-}
-
-async fn query_by_hash(
-    State(index): State<Limited>,
-    request: Request,
-) -> Result<Response, HttpError> {
-    index.query(request, answer_hashes).await
-}
-
-fn answer_hashes(handle: &Handle, body: HashQuery) -> Result<QueryResponse, HttpError> {
-    if body.cache_salt.is_some() {
-        return Err(HttpError::bad(
-            "cache_salt cannot be applied to hashes: compute them with it, or use /query",
-        ));
-    }
-    let scope = Scope {
-        model: body.model,
-        block_size: body.block_size,
-        instance_id: body.instance_id,
-    };
-    let chosen = Chosen::of(&handle.workers(), &scope)?;
-    chosen.answer(handle, body.block_hashes)
-}
-
-/// The workers that a query is about, which share one block size.
-struct Chosen {
-    block_size: BlockSize,
-    workers: Vec<WorkerId>,
-    /// The model is this adapter.
-    lora: Option<String>,
-}
-
-impl Chosen {
-    fn of(workers: &[WorkerView], scope: &Scope) -> Result<Self, HttpError> {
-        let mut meant: Vec<_> = workers.iter().filter(|view| scope.means(view)).collect();
-        if meant.is_empty() && scope.is_narrow() {
-            return Err(HttpError {
-                status: StatusCode::NOT_FOUND,
-                message: "no such worker, or none that serves this model".to_owned(),
-            });
-        }
-        let block_size = scope.block_size(&meant)?;
-        // Blocks of another size match nothing, and would be counted in the wrong unit.
-        meant.retain(|view| reported_size(view).is_none_or(|size| size == block_size));
-        let lora = scope.model.as_ref().filter(|model| {
-            let entries = meant.iter().filter_map(|view| view.entry.as_ref());
-            let mut loras = entries.flat_map(|entry| &entry.loras);
-            loras.any(|lora| lora.name == **model)
-        });
-        Ok(Self {
-            block_size,
-            workers: meant.iter().map(|view| view.instance_id.clone()).collect(),
-            lora: lora.cloned(),
-        })
-    }
-
-    fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, HttpError> {
-        let query = IndexQuery {
-            blocks,
-            at_least: None,
-        };
-        match handle.query(&query) {
-            IndexAnswer::Runs {
-                position, sources, ..
-            } => Ok(self.response(position, &sources)),
-            IndexAnswer::Behind { .. } => Err(HttpError {
-                status: StatusCode::SERVICE_UNAVAILABLE,
-                message: "the log is not known yet".to_owned(),
-            }),
-        }
-    }
-
-    fn response(&self, position: LogPosition, sources: &[SourceAnswer]) -> QueryResponse {
-        let size = self.block_size.tokens() as u64;
-        let mut response = QueryResponse {
-            position,
-            scores: BTreeMap::new(),
-            instances: BTreeMap::new(),
-        };
-        let meant = |answer: &&SourceAnswer| self.workers.contains(&answer.source.worker);
-        for answer in sources.iter().filter(meant) {
-            let Source { worker, dp_rank } = &answer.source;
-            let gpu = u64::from(answer.run.gpu) * size;
-            let cpu = gpu + u64::from(answer.run.cpu) * size;
-            let disk = cpu + u64::from(answer.run.disk) * size;
-            let instance = response.instances.entry(worker.clone()).or_default();
-            instance.gpu = instance.gpu.max(gpu);
-            instance.cpu = instance.cpu.max(cpu);
-            instance.disk = instance.disk.max(disk);
-            instance.longest_matched = instance.longest_matched.max(disk);
-            instance.dp.insert(*dp_rank, gpu);
-            let rank = RankMatch { gpu, cpu, disk };
-            instance.rank_matches.insert(*dp_rank, rank);
-            instance.states.insert(*dp_rank, answer.states.gpu);
-            instance.engine_seqs.insert(*dp_rank, answer.engine_seq);
-            let scores = response.scores.entry(worker.clone()).or_default();
-            scores.insert(*dp_rank, gpu);
-        }
-        response
-    }
-}
-
 async fn digest(State(index): State<Limited>) -> Result<Response, HttpError> {
     let slot = index.slot().await?;
-    let digest = |handle: &Handle| Ok(Json(handle.digest()).into_response());
-    Ok(index.respond(slot, digest).await)
+    let digest = |handle: &Handle| Json(handle.digest()).into_response();
+    index.read(&slot, digest).await
 }
 
 async fn list_workers(State(index): State<Limited>) -> Result<Response, HttpError> {
     let slot = index.slot().await?;
-    let workers = |handle: &Handle| Ok(Json(handle.workers()).into_response());
-    Ok(index.respond(slot, workers).await)
+    let workers = |handle: &Handle| Json(handle.workers()).into_response();
+    index.read(&slot, workers).await
 }
 
 async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
@@ -483,14 +263,14 @@ async fn metrics_text(State(index): State<Limited>) -> Result<Response, HttpErro
     let text = |handle: &Handle| match handle.metrics_text() {
         Ok(mut text) => {
             text.extend_from_slice(build::metrics_text().as_bytes());
-            Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response())
+            ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response()
         }
         Err(error) => {
             warn!(%error, "metrics cannot be written");
-            Ok(StatusCode::INTERNAL_SERVER_ERROR.into_response())
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     };
-    Ok(index.respond(slot, text).await)
+    index.read(&slot, text).await
 }
 
 #[cfg(test)]

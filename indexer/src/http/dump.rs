@@ -1,12 +1,11 @@
 //! `/dump`: every source with all that it holds, in pages.
 //!
-//! Each source is of one moment. The writer copies its nodes; they are sorted and encoded on a
-//! blocking thread, a page ahead of the client at most, so that memory is bounded by the largest
-//! source. The server closes a connection whose client does not read; a body that ends early
+//! Each source is of one moment. The writer copies its nodes; they are sorted and encoded on a thread
+//! of low priority, a page when the client has taken the last, so that memory is bounded by the
+//! largest source. The server closes a connection whose client does not read; a body that ends early
 //! because of it, or for another reason, lacks the end of its chunked encoding.
 
-use std::io;
-use std::pin::Pin;
+use std::{io, vec};
 
 use axum::body::{Body, Bytes};
 use axum::extract::State;
@@ -14,44 +13,46 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use warmroute_index::tree::SourceNodes;
 use warmroute_index::view::SourceCut;
-use warmroute_process::blocking;
 use warmroute_proto::{Change, Source};
 
-use super::{HttpError, Limited};
-use crate::service::Handle;
+use super::{HttpError, Limited, Slot};
 
 /// Bytes at which a page ends; one more line may exceed it.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// A body in the making. Dropping it ends the dump.
+/// A body in the making.
 struct DumpBody {
-    /// Sends the pages; `None` once it has ended.
-    producer: Option<Pin<Box<dyn Future<Output = io::Result<()>> + Send>>>,
-    pages: mpsc::Receiver<Bytes>,
-    outcome: io::Result<()>,
-    _slot: OwnedSemaphorePermit,
+    index: Limited,
+    sources: vec::IntoIter<Source>,
+    open: Option<OpenSource>,
+    slot: Slot,
+}
+
+/// A source that is being sent.
+enum OpenSource {
+    Cut(SourceCut),
+    /// Its rest.
+    Changes(vec::IntoIter<Change>),
 }
 
 /// One JSON value a line: each source, then its image as changes, parents first.
 pub(super) async fn dump(State(index): State<Limited>) -> Result<Response, HttpError> {
     let slot = index.slot().await?;
-    let (sender, pages) = mpsc::channel(1);
+    let sources = index.read(&slot, |handle| handle.digest().sources).await?;
+    let sources = sources.into_iter().map(|digest| Source {
+        worker: digest.worker,
+        dp_rank: digest.dp_rank,
+    });
     let body = DumpBody {
-        producer: Some(Box::pin(send_all(index.handle, sender))),
-        pages,
-        outcome: Ok(()),
-        _slot: slot,
+        index,
+        sources: sources.collect::<Vec<_>>().into_iter(),
+        open: None,
+        slot,
     };
-    let pages = stream::unfold(Some(body), async |body| {
-        let mut body = body?;
-        match body.next_page().await {
-            Ok(Some(page)) => Some((Ok(page), Some(body))),
-            Ok(None) => None,
-            Err(error) => Some((Err(error), None)),
-        }
+    let pages = stream::try_unfold(body, async |mut body| {
+        Ok::<_, io::Error>(body.next_page().await?.map(|page| (page, body)))
     });
     let content_type = [(header::CONTENT_TYPE, "application/x-ndjson")];
     Ok((content_type, Body::from_stream(pages)).into_response())
@@ -59,54 +60,55 @@ pub(super) async fn dump(State(index): State<Limited>) -> Result<Response, HttpE
 
 impl DumpBody {
     async fn next_page(&mut self) -> io::Result<Option<Bytes>> {
-        while let Some(producer) = &mut self.producer {
-            tokio::select! {
-                biased;
-                Some(page) = self.pages.recv() => return Ok(Some(page)),
-                outcome = producer => {
-                    self.outcome = outcome;
-                    self.producer = None;
-                }
+        let Some(open) = self.next_open().await? else {
+            return Ok(None);
+        };
+        let page = self.index.compute(&self.slot, move || open.page()).await;
+        let (page, rest) = page.map_err(|error| io::Error::other(error.message))??;
+        self.open = rest;
+        Ok(Some(page))
+    }
+
+    async fn next_open(&mut self) -> io::Result<Option<OpenSource>> {
+        if let Some(open) = self.open.take() {
+            return Ok(Some(open));
+        }
+        for source in self.sources.by_ref() {
+            let cut = self.index.handle.cut_source(source).await;
+            if let Some(cut) = cut.map_err(io::Error::other)? {
+                return Ok(Some(OpenSource::Cut(cut)));
             }
         }
-        match self.pages.recv().await {
-            Some(page) => Ok(Some(page)),
-            None => std::mem::replace(&mut self.outcome, Ok(())).map(|()| None),
-        }
+        Ok(None)
     }
 }
 
-async fn send_all(handle: Handle, pages: mpsc::Sender<Bytes>) -> io::Result<()> {
-    for digest in handle.digest().sources {
-        let source = Source {
-            worker: digest.worker,
-            dp_rank: digest.dp_rank,
+impl OpenSource {
+    /// The next page, and what is left.
+    fn page(self) -> io::Result<(Bytes, Option<Self>)> {
+        let mut page = Vec::with_capacity(PAGE_BYTES);
+        let mut changes = match self {
+            Self::Cut(SourceCut { digest, nodes }) => {
+                write_line(&mut page, &json!({ "source": digest }))?;
+                let changes = nodes.map(SourceNodes::into_changes).unwrap_or_default();
+                changes.into_iter()
+            }
+            Self::Changes(changes) => changes,
         };
-        let cut = handle.cut_source(source).await.map_err(io::Error::other)?;
-        let Some(cut) = cut else {
-            continue;
-        };
-        let to = pages.clone();
-        let sent = blocking::run_future(async move { send(cut, &to).await });
-        sent.await??;
+        while page.len() < PAGE_BYTES {
+            let Some(change) = changes.next() else {
+                return Ok((page.into(), None));
+            };
+            write_line(&mut page, &change_value(&change))?;
+        }
+        Ok((page.into(), Some(Self::Changes(changes))))
     }
+}
+
+fn write_line(page: &mut Vec<u8>, line: &Value) -> io::Result<()> {
+    serde_json::to_writer(&mut *page, line)?;
+    page.push(b'\n');
     Ok(())
-}
-
-async fn send(cut: SourceCut, pages: &mpsc::Sender<Bytes>) -> io::Result<()> {
-    let SourceCut { digest, nodes } = cut;
-    let changes = nodes.map(SourceNodes::into_changes).unwrap_or_default();
-    let changes = changes.iter().map(change_value);
-    let mut page = Vec::with_capacity(PAGE_BYTES);
-    for line in std::iter::once(json!({ "source": digest })).chain(changes) {
-        serde_json::to_writer(&mut page, &line)?;
-        page.push(b'\n');
-        if page.len() >= PAGE_BYTES {
-            let full = Bytes::from(std::mem::take(&mut page));
-            pages.send(full).await.map_err(io::Error::other)?;
-        }
-    }
-    pages.send(page.into()).await.map_err(io::Error::other)
 }
 
 fn change_value(change: &Change) -> Value {

@@ -6,8 +6,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_util::task::TaskTracker;
 use warmroute_process::access::{BindScope, PortAccess};
 use warmroute_proto::hash::local_hashes;
+use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{Lora, WorkerEntry};
-use warmroute_proto::{Change, Tier};
+use warmroute_proto::{BlockSize, Change, Seed, Tier};
 
 use super::*;
 use crate::tests_support::{self, Running, TestShim};

@@ -6,6 +6,7 @@
 //! of them and after a reconnect, without holding up the folding.
 
 use std::convert::Infallible;
+use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
@@ -470,22 +471,25 @@ impl Worker {
     /// Cuts while the writer waits here. Readers go on beside it.
     async fn cut(&self, request: CutRequest) {
         let shared = Arc::clone(&self.shared);
-        let made = blocking::run(move || {
-            let fold = shared.read();
-            // The requester may have given up.
-            match request {
-                CutRequest::Snapshot(buffer, request) => {
+        // The requester may have given up.
+        let made = match request {
+            CutRequest::Snapshot(buffer, request) => {
+                let cut = move || {
+                    let fold = shared.read();
                     let reading = shared.reading(&fold);
                     let cut = fold.cut(buffer);
                     let took = now().saturating_duration_since(reading.at);
                     drop(request.send(CutMade { cut, reading, took }));
-                }
-                CutRequest::Source(source, request) => {
-                    drop(request.send(view::cut(&fold, &source, now())));
-                }
+                };
+                blocking::run(cut).await.map_err(io::Error::other)
             }
-        });
-        if let Err(error) = made.await {
+            // No thread waits for the lock: this task is the index's only writer.
+            CutRequest::Source(source, request) => {
+                let cut = move || drop(request.send(view::cut(&shared.read(), &source, now())));
+                blocking::run_low(cut).await
+            }
+        };
+        if let Err(error) = made {
             error!(%error, "a cut failed");
         }
     }

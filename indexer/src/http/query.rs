@@ -1,0 +1,274 @@
+//! `/query` and `/query_by_hash`: what each worker holds of a prompt.
+
+use std::collections::BTreeMap;
+
+use axum::extract::{Json, Request, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::time::timeout;
+use warmroute_index::view::WorkerView;
+use warmroute_proto::hash::local_hashes;
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
+use warmroute_proto::{
+    BlockSize, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
+};
+
+use super::{BODY_DEADLINE, HttpError, Limited, body_of, check_content_type};
+use crate::service::Handle;
+
+/// Common fields are repeated, because `serde(flatten)` buffers unknown fields.
+#[derive(Deserialize)]
+struct TokensQuery {
+    #[serde(alias = "model_name")]
+    model: Option<String>,
+    block_size: Option<u32>,
+    instance_id: Option<WorkerId>,
+    token_ids: Vec<u32>,
+    lora_name: Option<String>,
+    cache_salt: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct HashQuery {
+    #[serde(alias = "model_name")]
+    model: Option<String>,
+    block_size: Option<u32>,
+    instance_id: Option<WorkerId>,
+    /// Local block hashes, already seeded.
+    block_hashes: Vec<LocalHash>,
+    cache_salt: Option<String>,
+}
+
+/// Selects workers. The RFC has `model`, its widest-used implementation `model_name`.
+struct Scope {
+    model: Option<String>,
+    block_size: Option<u32>,
+    instance_id: Option<WorkerId>,
+}
+
+impl Scope {
+    /// A worker that the registry never named is meant only if no model is.
+    fn means(&self, view: &WorkerView) -> bool {
+        let id = &self.instance_id;
+        id.as_ref().is_none_or(|id| *id == view.instance_id)
+            && self.model.as_ref().is_none_or(|model| {
+                view.entry.as_ref().is_some_and(|entry| {
+                    entry.models.contains(model)
+                        || entry.loras.iter().any(|lora| lora.name == *model)
+                })
+            })
+    }
+
+    const fn is_narrow(&self) -> bool {
+        self.model.is_some() || self.instance_id.is_some()
+    }
+
+    fn block_size(&self, meant: &[&WorkerView]) -> Result<BlockSize, HttpError> {
+        if let Some(tokens) = self.block_size {
+            return BlockSize::new(tokens).ok_or_else(|| HttpError::bad("block_size is 0"));
+        }
+        let mut sizes = meant.iter().filter_map(|view| reported_size(view));
+        let first = sizes
+            .next()
+            .ok_or_else(|| HttpError::bad("no worker reported its block size: give block_size"))?;
+        if sizes.any(|size| size != first) {
+            return Err(HttpError::bad(
+                "block sizes differ: name model or block_size",
+            ));
+        }
+        Ok(first)
+    }
+}
+
+fn reported_size(view: &WorkerView) -> Option<BlockSize> {
+    view.entry.as_ref()?.block_size
+}
+
+#[derive(Serialize)]
+struct QueryResponse {
+    position: LogPosition,
+    /// Tokens on the GPU by instance and rank.
+    scores: BTreeMap<WorkerId, BTreeMap<DpRank, u64>>,
+    instances: BTreeMap<WorkerId, Instance>,
+}
+
+/// The best of an instance's ranks, and each of them.
+#[derive(Default, Serialize)]
+struct Instance {
+    longest_matched: u64,
+    gpu: u64,
+    cpu: u64,
+    disk: u64,
+    dp: BTreeMap<DpRank, u64>,
+    rank_matches: BTreeMap<DpRank, RankMatch>,
+    states: BTreeMap<DpRank, SourceState>,
+    /// The engine batch that each rank's tokens are of; null before the first.
+    engine_seqs: BTreeMap<DpRank, Option<EngineSeq>>,
+}
+
+/// One rank's tokens, cumulative: a rank's tiers go together, those of different ranks do not.
+#[derive(Clone, Copy, Serialize)]
+struct RankMatch {
+    gpu: u64,
+    cpu: u64,
+    disk: u64,
+}
+
+/// The body of a query.
+trait QueryBody: DeserializeOwned + Send + 'static {
+    fn scope(&self) -> Scope;
+
+    /// The blocks that are looked up.
+    fn blocks(self, chosen: &Chosen) -> Result<Vec<LocalHash>, HttpError>;
+}
+
+impl QueryBody for TokensQuery {
+    fn scope(&self) -> Scope {
+        Scope {
+            model: self.model.clone(),
+            block_size: self.block_size,
+            instance_id: self.instance_id.clone(),
+        }
+    }
+
+    fn blocks(self, chosen: &Chosen) -> Result<Vec<LocalHash>, HttpError> {
+        let lora = self.lora_name.as_deref().or(chosen.lora.as_deref());
+        let seed = Seed::new(lora, self.cache_salt.as_deref());
+        Ok(local_hashes(&self.token_ids, chosen.block_size, seed))
+    }
+}
+
+impl QueryBody for HashQuery {
+    fn scope(&self) -> Scope {
+        Scope {
+            model: self.model.clone(),
+            block_size: self.block_size,
+            instance_id: self.instance_id.clone(),
+        }
+    }
+
+    fn blocks(self, _: &Chosen) -> Result<Vec<LocalHash>, HttpError> {
+        if self.cache_salt.is_some() {
+            return Err(HttpError::bad(
+                "cache_salt cannot be applied to hashes: compute them with it, or use /query",
+            ));
+        }
+        Ok(self.block_hashes)
+    }
+}
+
+pub(super) async fn by_tokens(
+    State(index): State<Limited>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    answer::<TokensQuery>(&index, request).await
+}
+
+pub(super) async fn by_hashes(
+    State(index): State<Limited>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    answer::<HashQuery>(&index, request).await
+}
+
+/// Parsing, hashing and encoding take long; reading the index does not.
+async fn answer<T: QueryBody>(index: &Limited, request: Request) -> Result<Response, HttpError> {
+    check_content_type(request.headers())?;
+    let slot = index.slot().await?;
+    let late = |_| HttpError {
+        status: StatusCode::REQUEST_TIMEOUT,
+        message: format!("the body takes longer than {BODY_DEADLINE:?}"),
+    };
+    let body = timeout(BODY_DEADLINE, body_of(request));
+    let body = body.await.map_err(late)??;
+    let parse = move || Json::<T>::from_bytes(&body);
+    let Json(query) = index.compute(&slot, parse).await??;
+    let scope = query.scope();
+    let choose = move |handle: &Handle| Chosen::of(&handle.workers(), &scope);
+    let chosen = index.read(&slot, choose).await??;
+    let hash = move || query.blocks(&chosen).map(|blocks| (chosen, blocks));
+    let (chosen, blocks) = index.compute(&slot, hash).await??;
+    let look_up = move |handle: &Handle| chosen.answer(handle, blocks);
+    let found = index.read(&slot, look_up).await??;
+    index.compute(&slot, || Json(found).into_response()).await
+}
+
+/// The workers that a query is about, which share one block size.
+struct Chosen {
+    block_size: BlockSize,
+    workers: Vec<WorkerId>,
+    /// The model is this adapter.
+    lora: Option<String>,
+}
+
+impl Chosen {
+    fn of(workers: &[WorkerView], scope: &Scope) -> Result<Self, HttpError> {
+        let mut meant: Vec<_> = workers.iter().filter(|view| scope.means(view)).collect();
+        if meant.is_empty() && scope.is_narrow() {
+            return Err(HttpError {
+                status: StatusCode::NOT_FOUND,
+                message: "no such worker, or none that serves this model".to_owned(),
+            });
+        }
+        let block_size = scope.block_size(&meant)?;
+        // Blocks of another size match nothing, and would be counted in the wrong unit.
+        meant.retain(|view| reported_size(view).is_none_or(|size| size == block_size));
+        let lora = scope.model.as_ref().filter(|model| {
+            let entries = meant.iter().filter_map(|view| view.entry.as_ref());
+            let mut loras = entries.flat_map(|entry| &entry.loras);
+            loras.any(|lora| lora.name == **model)
+        });
+        Ok(Self {
+            block_size,
+            workers: meant.iter().map(|view| view.instance_id.clone()).collect(),
+            lora: lora.cloned(),
+        })
+    }
+
+    fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, HttpError> {
+        let query = IndexQuery {
+            blocks,
+            at_least: None,
+        };
+        match handle.query(&query) {
+            IndexAnswer::Runs {
+                position, sources, ..
+            } => Ok(self.response(position, &sources)),
+            IndexAnswer::Behind { .. } => Err(HttpError {
+                status: StatusCode::SERVICE_UNAVAILABLE,
+                message: "the log is not known yet".to_owned(),
+            }),
+        }
+    }
+
+    fn response(&self, position: LogPosition, sources: &[SourceAnswer]) -> QueryResponse {
+        let size = self.block_size.tokens() as u64;
+        let mut response = QueryResponse {
+            position,
+            scores: BTreeMap::new(),
+            instances: BTreeMap::new(),
+        };
+        let meant = |answer: &&SourceAnswer| self.workers.contains(&answer.source.worker);
+        for answer in sources.iter().filter(meant) {
+            let Source { worker, dp_rank } = &answer.source;
+            let gpu = u64::from(answer.run.gpu) * size;
+            let cpu = gpu + u64::from(answer.run.cpu) * size;
+            let disk = cpu + u64::from(answer.run.disk) * size;
+            let instance = response.instances.entry(worker.clone()).or_default();
+            instance.gpu = instance.gpu.max(gpu);
+            instance.cpu = instance.cpu.max(cpu);
+            instance.disk = instance.disk.max(disk);
+            instance.longest_matched = instance.longest_matched.max(disk);
+            instance.dp.insert(*dp_rank, gpu);
+            let rank = RankMatch { gpu, cpu, disk };
+            instance.rank_matches.insert(*dp_rank, rank);
+            instance.states.insert(*dp_rank, answer.states.gpu);
+            instance.engine_seqs.insert(*dp_rank, answer.engine_seq);
+            let scores = response.scores.entry(worker.clone()).or_default();
+            scores.insert(*dp_rank, gpu);
+        }
+        response
+    }
+}
