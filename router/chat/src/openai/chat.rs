@@ -110,7 +110,19 @@ impl ToolChoice {
     }
 }
 
-fn values_max(json: &str) -> usize {
+/// JSON values that may be read without a look at their number.
+pub(super) const VALUES_ALLOWED: usize = 1 << 16;
+
+/// A value that is read takes up to 24 times as many bytes as text that is copied.
+const VALUE_BYTES_MIN: usize = 24;
+
+/// Whether JSON has too many values for its size to be read as a whole.
+pub(super) fn is_dense(json: &str) -> bool {
+    let values = values_max(json);
+    values > VALUES_ALLOWED && values.saturating_mul(VALUE_BYTES_MIN) > json.len()
+}
+
+pub(super) fn values_max(json: &str) -> usize {
     let (mut in_string, mut escaped, mut values) = (false, false, 1);
     for byte in json.bytes() {
         if in_string {

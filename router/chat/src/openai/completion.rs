@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use serde_json::value::RawValue;
 
 use super::SpecialTokens;
+use super::chat::{VALUES_ALLOWED, values_max};
 use super::error::OpenAiError;
 use super::fields::{BodyFields, JsonText, body_error};
 use super::request::{FirstOpaque, OpaqueReason};
@@ -51,6 +52,10 @@ pub(super) fn read<'a>(
         opaque.set(OpaqueReason::Suffix);
     }
     let prompts = match fields.raw("prompt") {
+        Some(raw) if has_too_many(raw.get()) => {
+            opaque.set(OpaqueReason::PromptMemory);
+            PromptList::Texts(Vec::new())
+        }
         Some(raw) => prompts(raw).map_err(|error| body_error(&error).with_param("prompt"))?,
         None if embeds => PromptList::Texts(Vec::new()),
         None => {
@@ -63,6 +68,20 @@ pub(super) fn read<'a>(
         prompts,
         special_tokens: SpecialTokens::from_flag(add, SpecialTokens::Add),
     })
+}
+
+/// Whether a list has so many prompts that those take more memory than their text. Numbers are tokens
+/// of one prompt.
+fn has_too_many(json: &str) -> bool {
+    let lists = || json.bytes().filter(|byte| *byte == b'[').count();
+    match json
+        .strip_prefix('[')
+        .map(|rest| rest.trim_start().as_bytes())
+    {
+        Some([b'"', ..]) => values_max(json) > VALUES_ALLOWED,
+        Some([b'[', ..]) => lists() > VALUES_ALLOWED,
+        Some(_) | None => false,
+    }
 }
 
 /// Reads the form that the first bytes announce; an element of another form is an error.

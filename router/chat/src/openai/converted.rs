@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
+use super::chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice, is_dense};
 use super::fields::BodyFields;
 use super::request::{
     FirstOpaque, OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo,
@@ -68,6 +68,9 @@ impl ChatTool {
     }
 }
 
+/// Fields that a conversion reads as a whole.
+const DENSE_FIELDS: [&str; 4] = ["input", "messages", "system", "tools"];
+
 type Conversion<T> = Result<T, OpaqueReason>;
 
 /// An unknown form of a value.
@@ -93,7 +96,9 @@ pub(super) fn parse(route: ConvertedRoute, body: &[u8]) -> ParsedRequest<'_> {
         opaque.set(OpaqueReason::TransferredTokens);
     }
     let stream = opaque.flag(&fields, "stream").unwrap_or(false);
+    let mut parts = DENSE_FIELDS.into_iter().filter_map(|name| fields.raw(name));
     let converted = match route {
+        _ if parts.any(|raw| is_dense(raw.get())) => Err(OpaqueReason::PromptMemory),
         ConvertedRoute::Responses => responses::convert(&fields),
         ConvertedRoute::Messages => anthropic::convert(&fields),
     };

@@ -69,6 +69,8 @@ pub enum OpaqueReason {
     StoredHistory,
     /// Fill-in-the-middle rendering belongs to the model.
     Suffix,
+    /// Its prompts or JSON values would take many times the memory of its text.
+    PromptMemory,
     /// The router cannot read the value of this field.
     Unreadable(&'static str),
 }
@@ -83,6 +85,7 @@ impl OpaqueReason {
             Self::UnknownItem => "unknown_item",
             Self::StoredHistory => "stored_history",
             Self::Suffix => "suffix",
+            Self::PromptMemory => "prompt_memory",
             Self::Unreadable(_) => "unreadable_field",
         }
     }

@@ -2,6 +2,7 @@ use proptest::prelude::*;
 
 use super::super::{ChatEnding, PromptList, SpecialTokens};
 use super::*;
+use crate::openai::chat::VALUES_ALLOWED;
 
 fn chat(body: &str) -> ParsedRequest<'_> {
     parse(PromptRoute::ChatCompletions, body.as_bytes()).unwrap()
@@ -328,4 +329,38 @@ proptest! {
             }
         }
     }
+}
+
+/// Small values take many times their text.
+#[test]
+fn bodies_of_many_small_values_are_not_read_as_a_whole() {
+    let list = |item: &str, count: usize| format!("[{}]", vec![item; count].join(","));
+    let few = VALUES_ALLOWED / 8;
+    let message = r#"{"role":"user","content":"x"}"#;
+    for (route, field, item, many) in [
+        (PromptRoute::Completions, "prompt", "[1]", VALUES_ALLOWED),
+        (PromptRoute::Completions, "prompt", "\"\"", VALUES_ALLOWED),
+        (PromptRoute::Responses, "input", "{}", VALUES_ALLOWED),
+        (PromptRoute::Responses, "input", message, VALUES_ALLOWED),
+        (PromptRoute::Messages, "messages", message, VALUES_ALLOWED),
+    ] {
+        let reason = |count| {
+            let body = format!(r#"{{"model":"m","{field}":{}}}"#, list(item, count));
+            let parsed = parse(route, body.as_bytes()).unwrap();
+            parsed.info.opaque
+        };
+        assert_eq!(
+            reason(many),
+            Some(OpaqueReason::PromptMemory),
+            "{field} {item}"
+        );
+        assert_ne!(
+            reason(few),
+            Some(OpaqueReason::PromptMemory),
+            "{field} {item}"
+        );
+    }
+    let tokens = format!(r#"{{"prompt":{}}}"#, list("1", 2 * VALUES_ALLOWED));
+    let parsed = parse(PromptRoute::Completions, tokens.as_bytes()).unwrap();
+    assert_eq!(parsed.info.opaque, None);
 }
