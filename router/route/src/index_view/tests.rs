@@ -436,3 +436,28 @@ mod holders {
         assert_eq!((new.generation.0, new.state()), (1, SourceState::Exact));
     }
 }
+
+/// Sources are looked for where the last answer named them.
+#[test]
+fn a_source_is_found_in_an_answer_of_another_order() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    for order in ["abc", "cab", "ab", "bxa", "", "abcx"] {
+        let named = |(place, name): (usize, char)| SourceAnswer {
+            source: source(&name.to_string()),
+            run: Tiers {
+                gpu: u32::try_from(place).unwrap(),
+                cpu: 0,
+                disk: 0,
+            },
+            ..part(1, Some(1))
+        };
+        let reply = runs(order.chars().enumerate().map(named).collect());
+        let Fixture { view, table } = &mut fixture;
+        let trusted = view.judge(table, &reply, start);
+        assert_eq!(trusted.all().count(), order.len());
+        for (place, name) in order.chars().enumerate() {
+            let known = trusted.of(table.intern(&source(&name.to_string())));
+            assert_eq!(known.map(|known| known.run.gpu as usize), Some(place));
+        }
+    }
+}
