@@ -278,6 +278,39 @@ fn a_reload_heals_what_diverged_here_only() {
 }
 
 #[test]
+fn a_request_from_before_a_snapshot_is_not_repeated_at_once() {
+    let mut world = world();
+    let snapshot = world.snapshot().unwrap();
+    let pair = (prefix("x").unwrap(), Tier::Gpu);
+    world.shim(W).pairs.insert(pair);
+    let wanted = [(ResyncReason::Mismatch, Generation(1))];
+    assert_eq!(world.heartbeat(W), HeartbeatVerdict::Mismatch);
+    assert_eq!(resyncs(&mut world), wanted);
+    let now = world.now;
+    drop(world.fold.adopt(now, Restored::read(&snapshot).unwrap()));
+    assert_eq!(world.heartbeat(W), HeartbeatVerdict::Mismatch);
+    assert_eq!(resyncs(&mut world), []);
+    world.wait(10 * SECOND);
+    assert_eq!(resyncs(&mut world), wanted);
+}
+
+#[test]
+fn a_cut_with_another_digest_or_image_is_refused() {
+    let world = rich();
+    let cut = || world.fold.cut(Vec::new()).unwrap();
+    assert_eq!(cut().verify(), Ok(()));
+    for at in 0..2 {
+        let mut wrong = cut();
+        wrong.head.sources[at].after.sum ^= 1;
+        let source = wrong.head.sources[at].source.clone();
+        assert_eq!(wrong.verify(), Err(NoSnapshot::Mismatch(source)));
+    }
+    let mut empty = cut();
+    empty.image.clear();
+    assert!(empty.verify().is_err());
+}
+
+#[test]
 fn a_lagging_reader_does_not_take_what_is_to_come_for_lost() {
     let mut world = world();
     let late = world.shim(W).record(gpu("x"));

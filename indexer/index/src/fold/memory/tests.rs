@@ -259,3 +259,19 @@ fn who_still_speaks_is_not_gone_though_the_registry_does_not_name_it() {
     live(&mut world, &[], 700);
     assert_eq!(world.fold.tree().nodes(), 0);
 }
+
+#[test]
+fn recent_removals_count() {
+    let mut world = World::with_memory(None);
+    world.publish("w/0", own(1, 0, 1000));
+    let held = &world.shim("w/0").pairs;
+    let removed = Change::Removed {
+        blocks: held.iter().map(|&(prefix, _)| prefix).collect(),
+        tier: Tier::Gpu,
+    };
+    world.publish("w/0", vec![removed]);
+    world.wait(SECOND);
+    let bytes = world.fold.memory.removal_bytes;
+    assert!(bytes >= 1000 * size_of::<u64>(), "{bytes}");
+    assert!(world.fold.bytes() > bytes);
+}
