@@ -2,7 +2,7 @@
 //!
 //! A decision compares all candidates and explains a few. So the compared value of a candidate is
 //! computed without its [`Terms`], and in a source that holds nothing of the prompt without what only
-//! holders need. [`CandidateScale::terms`] computes the same value with all that led to it.
+//! holders need. `CandidateScale::terms` computes the same value with all that led to it.
 
 use warmroute_proto::Tiers;
 use warmroute_proto::query::SourceState;
