@@ -46,6 +46,10 @@ fn clear() -> Value {
     json!({"type": "AllBlocksCleared"})
 }
 
+fn unknown_event() -> Value {
+    json!({"type": "BlocksMoved", "block_hashes": [1]})
+}
+
 impl FakeEngine {
     fn publish(&mut self, events: &[Value]) -> (EngineSeq, Bytes) {
         // The time stamp differs from life to life.

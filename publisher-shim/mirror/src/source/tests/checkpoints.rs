@@ -59,6 +59,24 @@ fn row_6_a_checkpoint_older_than_the_buffer_is_forgotten() {
     assert_eq!(world.held(), 2);
 }
 
+/// The batch that the checkpoint names proves the life. Whether one is missing is not known yet.
+#[test]
+fn a_replay_without_its_end_proves_the_checkpoint() {
+    let mut world = with_old_blocks();
+    world.restart_shim();
+    world.engine_answers = false;
+    world.start();
+    let (id, from) = world.engine.unanswered.take().unwrap();
+    assert_eq!(world.core.engine.provable_last(), None);
+    for (seq, payload) in world.engine.from(from) {
+        world.core.replay_batch(world.now, id, seq, &payload);
+    }
+    world.core.replay_failed(world.now, id);
+    world.drive();
+    let proven = world.core.engine.provable_last();
+    assert_eq!(proven.map(|(seq, _)| seq), Some(EngineSeq(2)));
+}
+
 #[test]
 fn nothing_of_another_life_is_credited_for_a_moment() {
     for batches in 0..6 {

@@ -291,7 +291,10 @@ fn row_4_a_hole_that_the_engine_itself_has_is_left_behind() {
     world.publish(&[store(None, &[1])]);
     world.publish_lost(&[store(None, &[2])]);
     world.holes.insert(1, u32::MAX);
+    world.replays_asked.clear();
     world.publish(&[store(None, &[3])]);
+    // Three tries, and the proof of what is behind the hole.
+    assert_eq!(world.replays_asked.len(), 4);
     assert_eq!(world.held(), 1);
     assert!(world.holds(&[3]));
     assert_eq!(world.gpu(), TierState::Partial);
@@ -616,10 +619,6 @@ fn a_sign_starts_a_new_generation_empty_and_partial() {
     assert_eq!(world.gpu(), TierState::Partial);
     let reason = Notice::NewGeneration(GenerationReason::Mirror(Inconsistency::BelowZero));
     assert!(world.notices.contains(&reason));
-}
-
-fn unknown_event() -> Value {
-    json!({"type": "BlocksMoved", "block_hashes": [1]})
 }
 
 fn warnings(world: &World) -> Vec<String> {

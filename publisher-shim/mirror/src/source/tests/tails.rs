@@ -79,6 +79,24 @@ fn row_7_what_is_told_while_the_log_is_away_follows_in_the_same_generation() {
     assert_eq!(world.gpu(), GPU);
 }
 
+/// The shims of a fleet lost the plane together, and return in one moment.
+#[test]
+fn a_claim_waits_a_part_of_the_back_off_after_an_outage() {
+    let mut world = World::started(true);
+    world.log_is_up = false;
+    world.publish(&[unknown_event()]);
+    world.tick_ms(1000);
+    world.core.plane_lost();
+    world.log_is_up = true;
+    world.tick_ms(60_000);
+    let claims = world.claims;
+    world.core.plane_back(world.now);
+    world.drive();
+    assert_eq!(world.claims, claims, "not at once");
+    world.tick_ms(200);
+    assert_eq!(world.claims, claims + 1);
+}
+
 #[test]
 fn row_9_a_log_that_comes_back_without_its_end_hears_no_word_of_the_old_generation() {
     let mut world = World::started(true);
