@@ -23,9 +23,9 @@ pub async fn run<T: Send + 'static>(
     spawn_blocking(work).await
 }
 
-/// Runs work on a thread of its own, of low priority: threads that have less to do go first. The work
-/// must not hold a lock for which others wait. The caller bounds the number of threads. An error
-/// means that it panicked, or that no thread could start.
+/// Runs work on a thread of its own, of low priority, which gets little processor time where others
+/// want it. The work must not hold a lock for which others wait. The caller bounds the number of
+/// threads. An error means that it panicked, or that no thread could start.
 pub async fn run_low<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<T> {

@@ -43,7 +43,7 @@ const DECISIONS: u32 = 2_000;
 /// Sources that hold the beginning of the prompt.
 #[derive(Clone, Copy)]
 enum Holding {
-    Nobody,
+    NoSource,
     One,
     All,
 }
@@ -125,7 +125,7 @@ impl Index {
     fn answer(&mut self, holding: Holding) -> IndexReply {
         self.position += 1;
         let (gpu, members) = match holding {
-            Holding::Nobody => (0, 0..0),
+            Holding::NoSource => (0, 0..0),
             Holding::One => (1_000, 7..8),
             Holding::All => (COMMON_BLOCKS, 0..self.sources),
         };
@@ -218,7 +218,7 @@ impl Fleet {
         for _ in 0..DECISIONS {
             self.asked += 1;
             let common = match holding {
-                Holding::Nobody | Holding::One => 0,
+                Holding::NoSource | Holding::One => 0,
                 Holding::All => 16 * COMMON_BLOCKS,
             };
             let prompt = prompt(TOKENS, common, self.asked);
@@ -255,7 +255,7 @@ fn main() {
         for &sources in &sizes {
             let mut fleet = Fleet::new(policy, sources);
             for (holders, holding) in [
-                ("none", Holding::Nobody),
+                ("none", Holding::NoSource),
                 ("one", Holding::One),
                 ("all", Holding::All),
             ] {
