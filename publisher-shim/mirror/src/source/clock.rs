@@ -40,12 +40,18 @@ impl LogClock {
     /// Takes a reading of `unix_ns` (0: the log has no clock) at some time between `asked` and
     /// `answered`. The extrapolated time is corrected only as far as the reading requires: a slow
     /// answer does not undo a fast one, and a clock that jumped is followed. Returns the time by
-    /// which the log's clock ran ahead of the extrapolated one.
-    pub(super) fn set(&mut self, asked: Instant, answered: Instant, unix_ns: u64) -> Duration {
+    /// which the log's clock ran ahead of the extrapolated one; `None` without an earlier reading
+    /// to extrapolate.
+    pub(super) fn set(
+        &mut self,
+        asked: Instant,
+        answered: Instant,
+        unix_ns: u64,
+    ) -> Option<Duration> {
         self.is_awaited = false;
         if unix_ns == 0 {
             self.reading = None;
-            return Duration::ZERO;
+            return Some(Duration::ZERO);
         }
         let least = Duration::from_nanos(unix_ns);
         let most = least + answered.saturating_duration_since(asked);
@@ -54,7 +60,7 @@ impl LogClock {
             at: answered,
             unix_time: expected.map_or(least, |time| time.clamp(least, most)),
         });
-        least.saturating_sub(expected.unwrap_or(least))
+        expected.map(|expected| least.saturating_sub(expected))
     }
 
     /// The present time, never ahead of the log's; `None` if it is unknown.
@@ -107,10 +113,21 @@ mod tests {
         assert_eq!(secs(&clock, later), Some(110));
         // Another server leads.
         let ahead = clock.set(later, later + SECOND, 50_000_000_000);
-        assert_eq!(ahead, Duration::ZERO);
+        assert_eq!(ahead, Some(Duration::ZERO));
         assert_eq!(secs(&clock, later + SECOND), Some(51));
         let ahead = clock.set(later + SECOND, later + SECOND, 500_000_000_000);
-        assert_eq!(ahead, 449 * SECOND);
+        assert_eq!(ahead, Some(449 * SECOND));
         assert_eq!(secs(&clock, later + SECOND), Some(500));
+    }
+
+    #[test]
+    fn without_an_earlier_reading_no_jump_can_be_seen() {
+        let start = start();
+        let mut clock = LogClock::new(true);
+        assert_eq!(clock.set(start, start, 100_000_000_000), None);
+        let later = start + AGE_MAX + SECOND;
+        assert_eq!(clock.set(later, later, 900_000_000_000), None, "too old");
+        assert_eq!(clock.set(later, later, 0), Some(Duration::ZERO), "no clock");
+        assert_eq!(clock.set(later, later, 900_000_000_000), None);
     }
 }

@@ -409,6 +409,8 @@ impl SourceCore {
     /// this process's clock may have stood still.
     pub fn log_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
         let ahead = self.clock.set(asked, answered, unix_ns);
+        // Without an earlier reading any time may have passed unnoticed.
+        let ahead = ahead.unwrap_or(2 * BACKLOG_AGE_MAX);
         if ahead > STALL_MIN {
             // Our clock stood still, with a suspended machine: what it measured is older, and so are
             // batches that waited in a socket and were read since the machine resumed.

@@ -409,6 +409,37 @@ fn a_change_that_was_read_before_the_log_showed_a_jump_is_as_old_as_the_jump() {
     assert!(is_complete(last(&world)));
 }
 
+/// A machine was suspended before the log answered for the first time: no earlier reading shows it.
+#[test]
+fn what_was_read_before_the_first_answer_of_the_log_is_claimed_only_after_a_replay() {
+    let source = World::new(true).core.status(start()).source;
+    let mut world = World::with(SourceConfig::new(source, true));
+    world.start();
+    world.publish(&[store(None, &[1])]);
+    world.tick_ms(200);
+    world.engine_answers = false;
+    world
+        .core
+        .log_clock(world.now, world.now, 1_000_000_000_000);
+    world.drive();
+    // It may have waited in the socket for hours.
+    world.publish(&[store(None, &[2])]);
+    let (heartbeats, records) = (world.heartbeats.len(), world.records.len());
+    world.tick_ms(2_000);
+    assert!(world.heartbeats.len() > heartbeats);
+    let heartbeats = world.heartbeats[heartbeats..].iter().map(|one| one.states);
+    let records = world.records[records..].iter().map(|one| one.states);
+    assert!(
+        !heartbeats
+            .chain(records)
+            .any(|states| is_complete(*states.get(Tier::Gpu)))
+    );
+    world.engine_answers = true;
+    world.tick_ms(3_000);
+    let last = world.heartbeats.last().unwrap();
+    assert!(is_complete(*last.states.get(Tier::Gpu)));
+}
+
 fn is_complete(state: TierState) -> bool {
     state == TierState::Complete
 }
