@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject as _;
@@ -14,6 +15,9 @@ use super::{ENGINES, Router, flag, folder};
 use crate::fleet::{Flags, Fleet, Mode};
 
 const PORTS: [&str; 2] = ["port", "admin_port"];
+
+/// Rarely, `reqwest` waits without end when a server refuses its certificate.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A client with this certificate that trusts the authority of a file.
 fn client_of(ca: &Path, pair: &PemPair) -> reqwest::Client {
@@ -38,7 +42,7 @@ fn client_of(ca: &Path, pair: &PemPair) -> reqwest::Client {
 async fn serves(router: &Router, client: &reqwest::Client) -> [bool; 2] {
     let serves = async |port: &str| {
         let url = format!("https://127.0.0.1:{}/health", router.process.said[port]);
-        let answer = client.get(url).send().await;
+        let answer = client.get(url).timeout(REQUEST_TIMEOUT).send().await;
         answer.is_ok_and(|answer| answer.status().is_success())
     };
     let [public, admin] = PORTS;
