@@ -5,6 +5,7 @@ mod certificates;
 use std::fs;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::Router;
 use axum::routing::get;
@@ -164,6 +165,8 @@ async fn a_client_needs_a_certificate_of_its_authority() {
             None => config.with_no_client_auth(),
         };
         let client = reqwest::Client::builder().tls_backend_preconfigured(config);
+        // Rarely `reqwest` waits without end when a server refuses its certificate.
+        let client = client.timeout(Duration::from_secs(5));
         port.ask(&client.build().unwrap()).await.ok()
     };
     assert_eq!(ask(Some(clients.issue())).await.as_deref(), Some("served"));
