@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use warmroute_proto::codec;
 use warmroute_proto::load::{
     LoadAnswer, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest,
-    LoadRequestKind, OpenSlot, Presence, SampledPrefix, SlotEnd, StatePart,
+    LoadRequestKind, OpenSlot, Presence, SAMPLES_MAX, SampledPrefix, SlotEnd, StatePart,
 };
-use warmroute_proto::{Generation, LocalHash, RecordNumber, RouterId};
+use warmroute_proto::{Generation, LocalHash, PrefixHash, RecordNumber, RouterId};
 
 use super::super::*;
 use super::direct::Side;
@@ -210,4 +210,46 @@ proptest! {
         let loads = side.core.loads();
         prop_assert!(loads.iter().all(|row| row.prefill_tokens + row.decode_blocks == 0));
     }
+}
+
+/// Four routers send large states, of which each alone is within the bound.
+#[test]
+fn unfinished_states_of_all_peers_share_one_bound() {
+    let now = start();
+    let mut side = Side::new(1, now);
+    let slots = large_slots(STATE_BYTES_MAX / 18);
+    let counts = (2..=5).map(|number| {
+        let router = RouterId([number; 16]);
+        side.replica.learn(router, &mut side.core, now);
+        side.settle();
+        for part in 0..5 {
+            let part = StatePart {
+                router,
+                incarnation: Generation(1),
+                number: None,
+                digest: LoadDigest::default(),
+                part,
+                parts: 9,
+                slots: slots.clone(),
+            };
+            let answer = codec::encode(&LoadAnswer::State(part)).unwrap();
+            side.answer(Some(&answer.into()), now);
+        }
+        side.replica.counts().refused.states
+    });
+    assert_eq!(counts.collect::<Vec<_>>(), [0, 0, 0, 1]);
+}
+
+/// Open slots that take at least so many bytes in an answer.
+fn large_slots(bytes: usize) -> Vec<OpenSlot> {
+    let hashes = vec![PrefixHash(u64::MAX); SAMPLES_MAX];
+    let slot = OpenSlot {
+        counter: 1,
+        source: source("w"),
+        prefill_tokens: 1,
+        blocks: 1,
+        generated_blocks: 0,
+        prompt: SampledPrefix { hashes },
+    };
+    vec![slot; bytes / (SAMPLES_MAX * size_of::<PrefixHash>()) + 1]
 }
