@@ -339,6 +339,31 @@ async fn a_deleted_consumer_is_made_again() {
     assert!(plane.stats().tails_reopened >= 2);
 }
 
+/// A user who may create consumers may name any subject for their deliveries.
+#[tokio::test]
+async fn what_a_stream_keeps_is_no_broadcast() {
+    let Nats { plane, server } = roomy().await;
+    let mut broadcasts = plane.subscribe("wr.t.load".into()).await.unwrap();
+    append_surely(&plane, number(1)).await;
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let stream = async_nats::jetstream::new(client).get_stream("wr_t").await;
+    let consumer = async_nats::jetstream::consumer::push::Config {
+        deliver_subject: "wr.t.load".into(),
+        ..Default::default()
+    };
+    let mut consumer = stream.unwrap().create_consumer(consumer).await.unwrap();
+    let delivered = async {
+        while consumer.info().await.unwrap().delivered.stream_sequence < 1 {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(SOON, delivered).await.expect("in time");
+    plane.publish("wr.t.load".into(), number(2)).await.unwrap();
+    let first = timeout(SOON, broadcasts.next()).await.expect("in time");
+    let Broadcast { subject, payload } = first.unwrap();
+    assert_eq!((subject.as_str(), payload), ("wr.t.load", number(2)));
+}
+
 #[tokio::test]
 async fn a_watch_tells_what_happened_while_the_server_was_away() {
     let Nats { plane, mut server } = roomy().await;

@@ -106,8 +106,10 @@ impl Subscription {
     /// The next message. `None` at the end of the connection.
     async fn next(&mut self, core: &NatsCore) -> Option<Message> {
         loop {
-            if let Ok(message) = timeout(SILENCE_MAX, self.subscriber.next()).await {
-                return message;
+            match timeout(SILENCE_MAX, self.subscriber.next()).await {
+                Ok(Some(message)) if !is_to(&self.subject, &message.subject) => continue,
+                Ok(message) => return message,
+                Err(_) => {}
             }
             if core.link.is_up() {
                 let again = Self::open(core, self.subject.clone(), self.mode).await;
@@ -115,6 +117,22 @@ impl Subscription {
             }
         }
     }
+}
+
+/// Whether a message of this subject was sent to a subscription. The server also delivers what a
+/// stream keeps, with the subject that it was stored under, to any subject that a consumer names:
+/// a user who may create consumers could so reach subjects on which it may not publish.
+fn is_to(subscribed: &str, subject: &str) -> bool {
+    let mut tokens = subject.split('.');
+    for wanted in subscribed.split('.') {
+        match (wanted, tokens.next()) {
+            (">", Some(_)) => return true,
+            ("*", Some(_)) => {}
+            (wanted, found) if found == Some(wanted) => {}
+            (_, Some(_) | None) => return false,
+        }
+    }
+    tokens.next().is_none()
 }
 
 struct Served {
@@ -218,6 +236,26 @@ pub(super) async fn subscribe(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn messages_of_other_subjects_are_not_taken() {
+        for (subscribed, subject, is_taken) in [
+            ("wr.n.load", "wr.n.load", true),
+            ("wr.n.load", "wr.n.load.tenants", false),
+            ("wr.n.load", "$O.wr_n.C.x", false),
+            ("wr.n.hb.>", "wr.n.hb.w.0", true),
+            ("wr.n.hb.>", "wr.n.hb", false),
+            ("wr.n.hb.>", "$KV.wr_n.wr.n.hb.w.0", false),
+            ("wr.n.hb.*", "wr.n.hb.w", true),
+            ("wr.n.hb.*", "wr.n.hb.w.0", false),
+        ] {
+            assert_eq!(
+                is_to(subscribed, subject),
+                is_taken,
+                "{subscribed} {subject}"
+            );
+        }
+    }
 
     #[test]
     fn refusals_are_understood() {
