@@ -10,8 +10,9 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -69,6 +70,10 @@ fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
         error,
     };
     let mut content = Vec::new();
+    // Opening it would wait for a writer, and no later change would be read.
+    if fs::metadata(path).map_err(failed)?.file_type().is_fifo() {
+        return Err(failed(io::Error::other("a named pipe is no file")));
+    }
     let file = File::open(path).map_err(failed)?;
     file.take(FILE_BYTES_MAX + 1)
         .read_to_end(&mut content)

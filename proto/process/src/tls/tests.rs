@@ -4,6 +4,7 @@ mod certificates;
 
 use std::fs;
 use std::net::SocketAddr;
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -291,6 +292,11 @@ fn a_bad_pair_is_refused_with_its_reason() {
         let refused = load(certificate, key).unwrap_err();
         assert!(refused.contains(why), "{refused}");
     }
+    let pipe = dir.0.join("pipe");
+    let made = Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    let refused = Authorities::load(&pipe).unwrap_err().to_string();
+    assert!(refused.contains("named pipe"), "{refused}");
     let missing = ServerTlsFiles {
         certificate: dir.0.join("none"),
         key: dir.0.join("none"),
