@@ -6,11 +6,11 @@
 //! so that connections in the system's backlog are served, and new connections may send their first
 //! request. A client that speaks HTTP/2 is known by its preface (`protocol`).
 //!
-//! At the bound the connection that is idle longest is closed for a new one, or one whose client
-//! takes nothing of its answers. While every connection has a request in flight, further ones get
-//! answers to probes only, and 503 otherwise; beyond `PROBE_CONNECTIONS_MAX` probes in flight they
-//! are closed. A connection counts from its beginning: a TLS handshake is part of it, and such a
-//! connection is idle.
+//! At the bound the connection that is idle longest is closed for a new one, or one that waits for
+//! its client to send more of a body or to take more of an answer. While all other
+//! connections have a request in flight, further ones get answers to probes only, and 503 otherwise;
+//! beyond `PROBE_CONNECTIONS_MAX` probes in flight they are closed. A connection counts from its
+//! beginning: a TLS handshake is part of it, and such a connection is idle.
 
 mod idle;
 mod protocol;
@@ -39,7 +39,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use idle::{ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
+use idle::{ArrivingBody, ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
 use protocol::{Protocol, StreamExecutor};
 use stream::ClientStream;
 
@@ -78,6 +78,12 @@ const PROBE_CONNECTIONS_MAX: usize = 16;
 const FULL: &str = concat!(
     r#"{"error":{"message":"All connections of this server are in use.","#,
     r#""type":"service_unavailable_error","param":null,"code":"connections_full"}}"#,
+);
+
+/// The answer to a request that two parties may take to be for two servers: RFC 9112, section 3.2.
+const TWO_HOSTS: &str = concat!(
+    r#"{"error":{"message":"A request must have one Host header only.","#,
+    r#""type":"invalid_request_error","param":null,"code":"repeated_host"}}"#,
 );
 
 /// The client's address; an extension of every request.
@@ -499,13 +505,25 @@ fn serve_request(
     let in_flight = activity.begin();
     let version = request.version();
     let served = match role {
-        ConnectionRole::ProbesOnly if !is_probe(request.uri().path()) => None,
-        ConnectionRole::Regular | ConnectionRole::ProbesOnly => Some(router.call(request)),
+        _ if request
+            .headers()
+            .get_all(header::HOST)
+            .iter()
+            .nth(1)
+            .is_some() =>
+        {
+            Err(refusal(StatusCode::BAD_REQUEST, TWO_HOSTS))
+        }
+        ConnectionRole::ProbesOnly if !is_probe(request.uri().path()) => Err(full()),
+        ConnectionRole::Regular | ConnectionRole::ProbesOnly => {
+            let watched = |body| ArrivingBody::new(body, Arc::clone(activity));
+            Ok(router.call(request.map(watched)))
+        }
     };
     async move {
         let mut response = match served {
-            Some(served) => served.await?,
-            None => full(),
+            Ok(served) => served.await?,
+            Err(refusal) => refusal,
         };
         if version == Version::HTTP_2 {
             // RFC 9113, section 8.2.2, forbids it.
@@ -521,11 +539,18 @@ fn serve_request(
 
 /// The answer where only probes are served.
 fn full() -> Response<Body> {
-    let mut response = Response::new(Body::from(FULL));
-    *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+    let mut response = refusal(StatusCode::SERVICE_UNAVAILABLE, FULL);
+    let soon = HeaderValue::from_static("1");
+    response.headers_mut().insert(header::RETRY_AFTER, soon);
+    response
+}
+
+/// An answer that ends the connection.
+fn refusal(status: StatusCode, body: &'static str) -> Response<Body> {
+    let mut response = Response::new(Body::from(body));
+    *response.status_mut() = status;
     for (name, value) in [
         (header::CONTENT_TYPE, "application/json"),
-        (header::RETRY_AFTER, "1"),
         (header::CONNECTION, "close"),
     ] {
         let value = HeaderValue::from_static(value);

@@ -1,9 +1,9 @@
 //! The idle connections of a server, so that a full server can close the one idle longest.
 //!
 //! A connection is idle from its beginning or the last byte of an answer to the end of the next
-//! request head. If none is idle, the one is closed whose client takes nothing of its answers for
-//! longest: clients could otherwise hold all connections by asking for answers that they do not
-//! take. Each table holds at most one entry for each connection.
+//! request head. If none is idle, the one is closed that waits for its client for longest: clients
+//! could otherwise hold all connections by asking for answers that they do not take, or by beginning
+//! bodies that they do not send. Each table holds at most one entry for each connection.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use axum::body::Body;
 use bytes::Bytes;
-use hyper::body::{Body as HttpBody, Frame, SizeHint};
+use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
@@ -30,8 +30,8 @@ pub(super) struct IdleConnections(Mutex<IdleTable>);
 struct IdleTable {
     next: u64,
     connections: BTreeMap<u64, CancellationToken>,
-    /// Connections whose clients take nothing of their answers.
-    untaken: BTreeMap<u64, CancellationToken>,
+    /// Connections that wait for their clients, in the order in which the waits began.
+    waiting: BTreeMap<u64, CancellationToken>,
 }
 
 /// One connection's place in [`IdleConnections`].
@@ -39,20 +39,20 @@ pub(super) struct ConnectionActivity {
     idle: Arc<IdleConnections>,
     evicted: CancellationToken,
     state: Mutex<ActivityState>,
-    untaken: Mutex<UntakenAnswers>,
+    waits: Mutex<ClientWaits>,
 }
 
-/// The answers of a connection that wait for its client.
+/// What of a connection waits for its client.
 #[derive(Default)]
-struct UntakenAnswers {
+struct ClientWaits {
     count: usize,
     /// The number in the table.
     listed: Option<u64>,
     is_closed: bool,
 }
 
-/// An answer that waits for its client, until it is dropped.
-pub(super) struct UntakenAnswer(Arc<ConnectionActivity>);
+/// An answer or a body that waits for the client, until it is dropped.
+pub(super) struct ClientWait(Arc<ConnectionActivity>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ActivityState {
@@ -72,20 +72,20 @@ impl IdleConnections {
     pub(super) fn evict(&self) -> bool {
         let mut table = self.table();
         let idle = table.connections.pop_first();
-        let evicted = idle.or_else(|| table.untaken.pop_first());
+        let evicted = idle.or_else(|| table.waiting.pop_first());
         evicted.inspect(|(_, token)| token.cancel()).is_some()
     }
 
-    fn add_untaken(&self, connection: &CancellationToken) -> u64 {
+    fn add_waiting(&self, connection: &CancellationToken) -> u64 {
         let mut table = self.table();
         let number = table.next;
         table.next += 1;
-        table.untaken.insert(number, connection.clone());
+        table.waiting.insert(number, connection.clone());
         number
     }
 
-    fn remove_untaken(&self, number: u64) {
-        self.table().untaken.remove(&number);
+    fn remove_waiting(&self, number: u64) {
+        self.table().waiting.remove(&number);
     }
 
     fn add(&self, connection: &CancellationToken) -> u64 {
@@ -113,37 +113,37 @@ impl ConnectionActivity {
             idle,
             evicted,
             state: Mutex::new(state),
-            untaken: Mutex::default(),
+            waits: Mutex::default(),
         })
     }
 
-    /// An answer begins to wait for the client.
-    pub(super) fn waits_for_client(self: &Arc<Self>) -> UntakenAnswer {
-        self.count_untaken(|count| count + 1);
-        UntakenAnswer(Arc::clone(self))
+    /// An answer or a body begins to wait for the client.
+    pub(super) fn waits_for_client(self: &Arc<Self>) -> ClientWait {
+        self.count_waits(|count| count + 1);
+        ClientWait(Arc::clone(self))
     }
 
     /// The connection ends, and is no longer listed: its place is another one's.
     pub(super) fn close(&self) {
-        self.untaken().is_closed = true;
-        self.count_untaken(|count| count);
+        self.waits().is_closed = true;
+        self.count_waits(|count| count);
     }
 
-    /// A connection is listed while each of its answers waits: one that moves on needs it. A write
+    /// A connection is listed while each of its requests waits: one that moves on needs it. A write
     /// that waits counts with the connection's requests, of which HTTP/1.1 has one.
-    fn count_untaken(&self, next: impl FnOnce(usize) -> usize) {
+    fn count_waits(&self, next: impl FnOnce(usize) -> usize) {
         let requests = match *self.state() {
             ActivityState::InFlight(requests) => requests,
             ActivityState::Idle(_) | ActivityState::Flushing => 1,
         };
-        let mut untaken = self.untaken();
-        untaken.count = next(untaken.count);
-        if untaken.count < requests || untaken.is_closed {
-            if let Some(number) = untaken.listed.take() {
-                self.idle.remove_untaken(number);
+        let mut waits = self.waits();
+        waits.count = next(waits.count);
+        if waits.count < requests || waits.is_closed {
+            if let Some(number) = waits.listed.take() {
+                self.idle.remove_waiting(number);
             }
-        } else if untaken.listed.is_none() {
-            untaken.listed = Some(self.idle.add_untaken(&self.evicted));
+        } else if waits.listed.is_none() {
+            waits.listed = Some(self.idle.add_waiting(&self.evicted));
         }
     }
 
@@ -163,7 +163,7 @@ impl ConnectionActivity {
             ActivityState::Flushing => ActivityState::InFlight(1),
         };
         drop(state);
-        self.count_untaken(|count| count);
+        self.count_waits(|count| count);
         InFlightRequest(Arc::clone(self))
     }
 
@@ -175,8 +175,8 @@ impl ConnectionActivity {
         }
     }
 
-    fn untaken(&self) -> MutexGuard<'_, UntakenAnswers> {
-        self.untaken.lock().unwrap_or_else(PoisonError::into_inner)
+    fn waits(&self) -> MutexGuard<'_, ClientWaits> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, ActivityState> {
@@ -192,9 +192,9 @@ impl Drop for ConnectionActivity {
     }
 }
 
-impl Drop for UntakenAnswer {
+impl Drop for ClientWait {
     fn drop(&mut self) {
-        self.0.count_untaken(|count| count.saturating_sub(1));
+        self.0.count_waits(|count| count.saturating_sub(1));
     }
 }
 
@@ -210,7 +210,7 @@ impl Drop for InFlightRequest {
             }
         };
         drop(state);
-        self.0.count_untaken(|count| count);
+        self.0.count_waits(|count| count);
     }
 }
 
@@ -246,6 +246,49 @@ impl HttpBody for InFlightBody {
     }
 }
 
+/// A request's body, which reports while its next piece does not come.
+pub(super) struct ArrivingBody {
+    body: Incoming,
+    activity: Arc<ConnectionActivity>,
+    wait: Option<ClientWait>,
+}
+
+impl ArrivingBody {
+    pub(super) const fn new(body: Incoming, activity: Arc<ConnectionActivity>) -> Self {
+        Self {
+            body,
+            activity,
+            wait: None,
+        }
+    }
+}
+
+impl HttpBody for ArrivingBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if polled.is_ready() {
+            self.wait = None;
+        } else if self.wait.is_none() {
+            self.wait = Some(self.activity.waits_for_client());
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
 /// A socket that reports when its writes are complete.
 pub(super) struct ObservedStream {
     /// Bytes that were read already.
@@ -254,7 +297,7 @@ pub(super) struct ObservedStream {
     pub activity: Arc<ConnectionActivity>,
     pub write_timeout: Option<Duration>,
     /// Present while a write waits for the client.
-    pub write_deadline: Option<(Pin<Box<Sleep>>, UntakenAnswer)>,
+    pub write_deadline: Option<(Pin<Box<Sleep>>, ClientWait)>,
 }
 
 impl ObservedStream {

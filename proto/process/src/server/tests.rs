@@ -1,6 +1,6 @@
 use std::net::SocketAddr;
 
-use axum::routing::get;
+use axum::routing::{get, post};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{sleep, timeout};
 
@@ -44,7 +44,8 @@ async fn serve_ruled(
             .route("/", get(|| async { "served" }))
             .route("/slow", get(endless))
             .route("/long", get(|| async { vec![0_u8; 64 << 20] }))
-            .route("/late", get(late)),
+            .route("/late", get(late))
+            .route("/body", post(|_: Bytes| async { "read" })),
         connections_max,
         connections: connections.clone(),
         clients,
@@ -110,6 +111,24 @@ async fn heads_of_too_many_headers_or_bytes_are_refused() {
         found.push(status(&ask(&mut stream, &headers).await));
     }
     assert_eq!(found, [200, 431, 200, 431].map(Some));
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+/// A proxy and the server could read two different ones.
+#[tokio::test]
+async fn a_request_with_two_hosts_is_refused() {
+    let (address, _, shutdown) = serve(2).await;
+    let host = |name: &str| ("host".to_owned(), name.to_owned());
+    for (headers, expected) in [
+        (vec![host("a")], 200),
+        (vec![host("a"), host("b")], 400),
+        (vec![host("a"), host("a")], 400),
+    ] {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let answer = ask(&mut stream, &headers).await;
+        assert_eq!(status(&answer), Some(expected), "{headers:?}: {answer}");
+    }
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }
@@ -420,6 +439,37 @@ async fn connections_whose_answers_are_not_taken_yield_their_places() {
     };
     timeout(PATIENCE, served).await.expect("a place");
     assert!(connections.evicted.get() > 0);
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+/// Begins a body, and does not go on. Returns when the server waits for it.
+async fn begin_body(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let head = b"POST /body HTTP/1.1\r\nhost: s\r\nexpect: 100-continue\r\n\
+        content-length: 2\r\n\r\n";
+    stream.write_all(head).await.unwrap();
+    assert_eq!(next_status(&mut stream).await, Some(100));
+    stream
+}
+
+async fn next_status(stream: &mut TcpStream) -> Option<u16> {
+    let mut answer = vec![0; 1024];
+    let read = timeout(PATIENCE, stream.read(&mut answer)).await;
+    let read = read.expect("an answer").unwrap_or(0);
+    status(&String::from_utf8_lossy(&answer[..read]))
+}
+
+#[tokio::test]
+async fn of_connections_whose_bodies_do_not_come_the_oldest_yields_its_place() {
+    let (address, connections, shutdown) = serve_clients(2, HalfClosed::Abort).await;
+    let mut older = begin_body(address).await;
+    let mut newer = begin_body(address).await;
+    connected(address).await;
+    assert!(is_closed(&mut older).await);
+    assert_eq!(connections.evicted.get(), 1);
+    newer.write_all(b"ab").await.unwrap();
+    assert_eq!(next_status(&mut newer).await, Some(200));
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::time::{Sleep, sleep};
 
-use super::idle::{ConnectionActivity, UntakenAnswer};
+use super::idle::{ClientWait, ConnectionActivity};
 
 tokio::task_local! {
     /// The state of the stream that the task serves.
@@ -64,7 +64,7 @@ pub(super) async fn until_untaken(
     };
     let watched = async {
         let (mut stream, mut parts) = (pin!(stream), 0);
-        let mut deadline: Option<(Pin<Box<Sleep>>, UntakenAnswer)> = None;
+        let mut deadline: Option<(Pin<Box<Sleep>>, ClientWait)> = None;
         poll_fn(|context| {
             if stream.as_mut().poll(context).is_ready() {
                 return Poll::Ready(());
