@@ -76,6 +76,23 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
+/// Makes a redirect one to a path: an engine names itself by its address, which is not for clients.
+pub(crate) fn hide_host(headers: &mut HeaderMap) {
+    let Some(location) = headers.get(header::LOCATION) else {
+        return;
+    };
+    let path = location.to_str().ok().and_then(|text| {
+        let uri: Uri = text.parse().ok()?;
+        let path = uri.path_and_query()?.as_str();
+        let is_path = path.starts_with('/') && !path.starts_with("//");
+        is_path.then(|| HeaderValue::from_str(path).ok()).flatten()
+    });
+    match path {
+        Some(path) => drop(headers.insert(header::LOCATION, path)),
+        None => drop(headers.remove(header::LOCATION)),
+    }
+}
+
 /// Both framings of a body: RFC 9112, section 6.3, treats such a message as an attack.
 pub(crate) fn has_two_lengths(headers: &HeaderMap) -> bool {
     let length = headers.contains_key(header::CONTENT_LENGTH);
@@ -181,6 +198,27 @@ mod tests {
         ]);
         strip_hop_by_hop(&mut headers);
         assert_eq!(headers, map(&[("authorization", "Bearer t")]));
+    }
+
+    #[test]
+    fn a_redirect_shows_no_address() {
+        for (location, shown) in [
+            ("/v1/models?a=1", Some("/v1/models?a=1")),
+            ("http://10.0.0.7:8000/v1/models?a=1", Some("/v1/models?a=1")),
+            ("http://10.0.0.7:8000", Some("/")),
+            ("//10.0.0.7:8000/v1", None),
+            ("http://10.0.0.7//10.0.0.7/v1", None),
+            ("10.0.0.7:8000", None),
+            ("\u{e9}", None),
+        ] {
+            let value = HeaderValue::from_str(location).unwrap();
+            let mut headers = HeaderMap::from_iter([(header::LOCATION, value)]);
+            hide_host(&mut headers);
+            let found = headers
+                .get(header::LOCATION)
+                .map(|one| one.to_str().unwrap());
+            assert_eq!(found, shown, "{location}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
@@ -61,9 +62,11 @@ pub(super) async fn list(State(app): State<Arc<App>>, head: Parts) -> Response {
 
 pub(super) async fn one(
     State(app): State<Arc<App>>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
     head: Parts,
 ) -> Response {
+    // No model's name is text in another encoding.
+    let name = name.map_or_else(|_| head.uri.path().to_owned(), |Path(name)| name);
     let call = Call::new(RouteLabel::Models, &head, &app.sinks);
     let catalog = app.fleet.catalog();
     let model = catalog.models.get_key_value(&name);

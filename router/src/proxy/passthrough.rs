@@ -251,4 +251,14 @@ mod tests {
             assert_eq!(RoutedFields::of(body).model.as_deref(), model);
         }
     }
+
+    /// A tree of such a value would be too deep for its reader, and take many times its bytes.
+    #[test]
+    fn a_value_that_is_no_string_is_not_read_as_a_tree() {
+        let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
+        let body = format!(r#"{{"model":{deep},"previous_response_id":{deep},"model":"m"}}"#);
+        let fields = RoutedFields::of(body.as_bytes());
+        assert_eq!(fields.model.as_deref(), Some("m"));
+        assert_eq!(fields.previous, None);
+    }
 }

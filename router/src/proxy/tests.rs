@@ -563,7 +563,11 @@ async fn the_models_of_all_workers_are_listed_once() {
     assert_eq!(list["data"][0]["parent"], "m");
     let one: Value = world.get("/v1/models/m").await.json().await.unwrap();
     assert_eq!(one["id"], "m");
-    assert_eq!(world.get("/v1/models/none").await.status(), 404);
+    for name in ["none", "%ff", "a%00"] {
+        let response = world.get(&format!("/v1/models/{name}")).await;
+        assert_eq!(response.status(), 404, "{name}");
+        world::assert_error(response, "model_not_found").await;
+    }
 }
 
 #[tokio::test]
