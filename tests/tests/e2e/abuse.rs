@@ -4,9 +4,10 @@ use fastrand::Rng;
 use futures_util::StreamExt as _;
 use reqwest::{Body, StatusCode};
 use serde_json::{Value, json};
+use warmroute_process::access::keys::KeyHash;
 
 use crate::fleet::traffic::{request, serve};
-use crate::fleet::{Engines, Flags, Fleet, Mode};
+use crate::fleet::{Engines, Flags, Fleet, Mode, Place};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -100,6 +101,68 @@ async fn huge_bodies_are_refused_and_not_kept() {
     fleet.until_idle().await;
 }
 
+/// Read as trees or lists, such values take up to 80 times their text. A model that is not served
+/// keeps the bodies from the engine.
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_of_many_small_values_take_memory_by_their_size() {
+    const BYTES: usize = 8 << 20;
+    let (key, place) = ("wr-small-values", Place::new());
+    let hash = KeyHash::of(key.as_bytes()).unwrap().to_hex();
+    let config = place.path("router.toml");
+    let settings = format!(
+        "[[tenants]]\nname = \"t\"\nkeys = [{{ id = \"k\", sha256 = \"{hash}\" }}]\n\
+         max_output_tokens = 4294967295\n"
+    );
+    std::fs::write(&config, settings).unwrap();
+    let config: &str = String::leak(config.to_str().unwrap().to_owned());
+    let flags = Flags {
+        router: Vec::leak(vec!["--config", config]),
+        ..Flags::default()
+    };
+    for (path, start, item) in [
+        ("/v1/responses", r#"{"model":"none","input":["#, "{}"),
+        (
+            "/v1/completions",
+            r#"{"model":"none","max_tokens":1,"prompt":["#,
+            "[1]",
+        ),
+        (
+            "/v1/completions",
+            r#"{"model":"none","max_tokens":1,"prompt":["#,
+            "\"\"",
+        ),
+        (
+            "/v1/embeddings",
+            r#"{"model":"none","previous_response_id":["#,
+            "{}",
+        ),
+    ] {
+        // What one case frees would hide what the next one takes.
+        let engines = Engines {
+            count: 1,
+            ranks: 1,
+            blocks: 100,
+            flags: &[],
+        };
+        let fleet = Fleet::start(Mode::Embedded, engines, flags).await;
+        let before = status_kib(&fleet, "VmRSS");
+        let items = vec![item; BYTES / (item.len() + 1)].join(",");
+        let sent = fleet.http.post(fleet.url(path)).bearer_auth(key);
+        let answer = sent.body(format!("{start}{items}]}}")).send().await;
+        assert_eq!(
+            answer.unwrap().status(),
+            StatusCode::NOT_FOUND,
+            "{path} {item}"
+        );
+        let grown = status_kib(&fleet, "VmHWM").saturating_sub(before);
+        println!("{path} {item}: at most {grown} KiB more resident");
+        assert!(
+            grown < 5 * (BYTES as u64 >> 10),
+            "{path} {item}: {grown} KiB"
+        );
+    }
+}
+
 /// Without any worker.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_workers_the_router_says_so() {
@@ -132,11 +195,12 @@ async fn without_workers_the_router_says_so() {
 }
 
 fn resident_kib(fleet: &Fleet) -> u64 {
+    status_kib(fleet, "VmRSS")
+}
+
+fn status_kib(fleet: &Fleet, field: &str) -> u64 {
     let status =
         std::fs::read_to_string(format!("/proc/{}/status", fleet.routers[0].pid())).unwrap();
-    let line = status
-        .lines()
-        .find(|line| line.starts_with("VmRSS"))
-        .unwrap();
+    let line = status.lines().find(|line| line.starts_with(field)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
