@@ -366,6 +366,8 @@ struct ServedConnection {
 /// A connection whose protocol is known.
 struct BegunConnection {
     protocol: Protocol,
+    /// By which the client was let in.
+    tls: Option<ServerTls>,
     /// Bytes that were read already.
     read: Bytes,
     stream: ClientStream,
@@ -398,7 +400,7 @@ impl ServedConnection {
                 return;
             }
         };
-        let protocol = begun.protocol;
+        let (protocol, tls) = (begun.protocol, begun.tls);
         let stream = ObservedStream {
             begun: begun.read,
             stream: begun.stream,
@@ -408,11 +410,14 @@ impl ServedConnection {
         };
         let router = TowerToHyperService::new(self.router.clone());
         let (activity, role) = (Arc::clone(&self.open.activity), self.open.role);
+        let tls_in_force = Arc::clone(&self.clients.tls);
         let service = service_fn(move |mut request: Request<Incoming>| {
             if let Some(peer) = peer {
                 request.extensions_mut().insert(peer);
             }
-            serve_request(&activity, role, &router, request)
+            let served = serve_request(&activity, role, &router, request);
+            let end = ConnectionEnd::by_tls(tls.as_ref(), tls_in_force.as_ref());
+            async move { served.await.map(|response| end.signed(response)) }
         });
         match protocol {
             Protocol::Http1 => {
@@ -441,6 +446,7 @@ impl ServedConnection {
                 let accepted = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await??;
                 return Ok(BegunConnection {
                     protocol: Protocol::Http1,
+                    tls: Some(tls),
                     read: Bytes::new(),
                     stream: ClientStream::Tls(Box::new(accepted)),
                 });
@@ -452,6 +458,7 @@ impl ServedConnection {
         };
         Ok(BegunConnection {
             protocol,
+            tls: None,
             read,
             stream: ClientStream::Plain(stream),
         })
@@ -493,6 +500,32 @@ impl ServedConnection {
                 () = &mut ended => return,
             }
         }
+    }
+}
+
+/// What follows the answer to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ConnectionEnd {
+    Open,
+    Closed,
+}
+
+impl ConnectionEnd {
+    /// A connection ends with its next answer when its port's certificates are replaced: they may
+    /// have been those of a client that is no longer let in.
+    fn by_tls(begun: Option<&ServerTls>, in_force: &dyn Fn() -> Option<ServerTls>) -> Self {
+        match begun {
+            Some(begun) if in_force().as_ref() != Some(begun) => Self::Closed,
+            Some(_) | None => Self::Open,
+        }
+    }
+
+    fn signed<B>(self, mut response: Response<B>) -> Response<B> {
+        if self == Self::Closed {
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(header::CONNECTION, close);
+        }
+        response
     }
 }
 

@@ -122,6 +122,38 @@ async fn a_certificate_is_replaced_for_later_connections() {
     port.end();
 }
 
+/// A client whose authority was removed could otherwise go on for ever.
+#[tokio::test]
+async fn an_open_connection_ends_with_its_next_answer_when_certificates_are_replaced() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let ca = authority.write(&dir.0, "ca.crt");
+    let config = rustls::ClientConfig::builder_with_provider(crypto())
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots(&ca, &read(&ca).unwrap()).unwrap())
+        .with_no_client_auth();
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let stream = TcpStream::connect(port.address).await.unwrap();
+    let connector = TlsConnector::from(Arc::new(config));
+    let name = port.address.ip().into();
+    let mut stream = connector.connect(name, stream).await.unwrap();
+    let request = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n";
+    for _ in 0..2 {
+        stream.write_all(request).await.unwrap();
+        let mut answer = vec![0; 1024];
+        let read = stream.read(&mut answer).await.unwrap();
+        assert!(answer[..read].ends_with(b"served"));
+    }
+    let clients = Authority::new();
+    *port.tls.lock().unwrap() = dir.server(&authority.issue(), Some(&clients));
+    stream.write_all(request).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.contains("connection: close"), "{answer}");
+    assert!(answer.ends_with("served"), "{answer}");
+    port.end();
+}
+
 #[tokio::test]
 async fn authorities_of_engines_are_asked_at_each_handshake() {
     let (dir, own, other) = (Folder::new(), Authority::new(), Authority::new());
