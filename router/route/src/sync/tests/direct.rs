@@ -26,6 +26,10 @@ pub(super) struct Side {
 
 impl Side {
     pub(super) fn new(number: u8, now: Instant) -> Self {
+        Self::of(number, Generation(u64::from(number)), now)
+    }
+
+    fn of(number: u8, incarnation: Generation, now: Instant) -> Self {
         let router = RouterId([number; 16]);
         let mut side = Self {
             router,
@@ -35,8 +39,7 @@ impl Side {
             asked: Vec::new(),
             echoes: Vec::new(),
         };
-        let revision = Generation(u64::from(number));
-        side.replica.taken(revision, &mut side.core, now);
+        side.replica.taken(incarnation, &mut side.core, now);
         side.replica.listed();
         side.settle();
         side
@@ -536,4 +539,45 @@ fn a_peer_is_half_an_echo_away() {
     b.settle();
     carry(&mut b, &mut a, heard);
     assert_eq!(is_watched(&mut a), None);
+}
+
+/// In a new registry its incarnations begin low again.
+#[test]
+fn a_router_that_is_dead_for_long_is_forgotten_with_its_fence() {
+    let now = start();
+    let mut b = Side::new(2, now);
+    let join = |b: &mut Side, incarnation, at| {
+        let mut a = Side::of(1, Generation(incarnation), at);
+        carry(b, &mut a, at);
+        b.replica.learn(a.router, &mut b.core, at);
+        b.settle();
+        a.admit(0, 9, at);
+        a.wrote(at);
+        carry(&mut a, b, at);
+        agree(&a, b);
+        assert_eq!(b.core.digest(a.router).count, 1);
+    };
+    join(&mut b, 9, now);
+    let mut at = now;
+    while at < now + DEAD_AFTER + FENCE_KEPT + HEARTBEAT_INTERVAL {
+        at += HEARTBEAT_INTERVAL;
+        b.live(at);
+    }
+    assert_eq!(b.replica.counts().deaths, 1);
+    b.asked.clear();
+    // For the router that joins.
+    at += HEARTBEAT_INTERVAL;
+    b.tick(at);
+    join(&mut b, 3, at);
+}
+
+#[test]
+fn a_router_without_its_own_heartbeats_becomes_isolated_once() {
+    let now = start();
+    let mut side = Side::new(1, now);
+    for step in 1..=10 {
+        side.tick(now + ISOLATED_AFTER * step / 4);
+        let isolations = u64::from(step >= 4);
+        assert_eq!(side.replica.counts().deafs, isolations, "{step}");
+    }
 }
