@@ -18,7 +18,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE;
 use bytes::Bytes;
 use conformance::{Fixture, Steps};
-use futures_util::StreamExt;
+use futures_util::{FutureExt as _, StreamExt as _};
 use nats_server::NatsServer;
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
@@ -337,6 +337,29 @@ async fn a_deleted_consumer_is_made_again() {
     publish_numbers(&plane, 4, 9, 6).await;
     assert_eq!(numbers_until(&mut tail, 9).await, [4, 5, 6, 7, 8, 9]);
     assert!(plane.stats().tails_reopened >= 2);
+}
+
+/// A requester may name any subject for the answer, and the server permits an answer there.
+#[tokio::test]
+async fn answers_go_to_inboxes_only() {
+    let Nats { plane, server } = roomy().await;
+    let mut requests = plane.serve("wr.t.query".into()).await.unwrap();
+    let client = async_nats::connect(server.url()).await.unwrap();
+    for reply in ["$JS.API.STREAM.DELETE.wr_t", "wr.t.load", "_INBOX.test.1"] {
+        let sent = client.publish_with_reply("wr.t.query", reply, number(1));
+        sent.await.unwrap();
+    }
+    let mut answers = client.subscribe("_INBOX.test.*").await.unwrap();
+    client.flush().await.unwrap();
+    // Dropped without an answer, it is refused with an empty message.
+    let request = timeout(SOON, requests.next()).await.expect("in time");
+    drop(request);
+    let answer = timeout(SOON, answers.next()).await.expect("in time");
+    assert!(answer.unwrap().payload.is_empty());
+    let jetstream = async_nats::jetstream::new(client);
+    jetstream.get_stream("wr_t").await.unwrap();
+    let waiting = requests.next().now_or_never();
+    assert!(waiting.is_none(), "another request is served");
 }
 
 /// A user who may create consumers may name any subject for their deliveries.

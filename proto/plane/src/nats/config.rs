@@ -7,7 +7,7 @@ use std::time::Duration;
 use warmroute_proto::Namespace;
 use warmroute_proto::subject::encode_name;
 
-const INBOX: &str = "_INBOX.";
+pub(super) const INBOX: &str = "_INBOX.";
 
 /// How to reach the plane of one namespace.
 #[derive(Clone, Debug)]

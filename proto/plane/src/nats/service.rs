@@ -7,12 +7,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::{HeaderMap, Message, Subscriber};
+use async_nats::{HeaderMap, Message, Subject, Subscriber};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
+use super::config::INBOX;
 use super::core::{ERROR_HEADER, NatsCore, OutgoingMessage, unavailable};
 use crate::{Broadcast, PlaneError, PlaneStream, Reply, ServiceRequest};
 
@@ -145,12 +146,12 @@ impl Served {
         loop {
             let message = self.requests.as_mut()?.next(&self.core).await?;
             let Message { reply, payload, .. } = message;
-            let Some(to) = reply else {
+            let Some(to) = reply.and_then(inbox) else {
                 continue;
             };
             let (reply, answer) = oneshot::channel();
             let core = Arc::clone(&self.core);
-            self.core.spawn(answer_with(core, to.into_string(), answer));
+            self.core.spawn(answer_with(core, to, answer));
             let reply = Reply::new(reply);
             return Some(ServiceRequest { payload, reply });
         }
@@ -170,12 +171,19 @@ impl Drop for Served {
                 return;
             }
             while let Some(message) = requests.next().await {
-                if let Some(to) = message.reply {
-                    refuse(&core, to.into_string(), DROPPED.to_owned()).await;
+                if let Some(to) = message.reply.and_then(inbox) {
+                    refuse(&core, to, DROPPED.to_owned()).await;
                 }
             }
         });
     }
+}
+
+/// Where a request is answered, if that is an inbox. On another subject an answer would be a message
+/// of this user, by whose permissions the requester could act: an empty one deletes a stream.
+fn inbox(reply: Subject) -> Option<String> {
+    let reply = reply.into_string();
+    reply.starts_with(INBOX).then_some(reply)
 }
 
 async fn answer_with(core: Arc<NatsCore>, to: String, answer: oneshot::Receiver<Bytes>) {
