@@ -152,7 +152,7 @@ impl Metrics {
                 open: gauge("connections", "Client connections open now")?,
                 evicted: counter(
                     "connections_evicted_total",
-                    "Idle connections closed for new ones at the bound",
+                    "Connections that were idle or waited for their client, closed for new ones",
                 )?,
             },
             waiting: WaitMetrics {

@@ -131,7 +131,7 @@ pub struct Server {
 #[derive(Clone, Debug)]
 pub struct ConnectionMetrics {
     pub open: IntGauge,
-    /// Closed while idle, because a new connection needed their place.
+    /// Closed while idle or waiting for the client, because a new connection needed their place.
     pub evicted: IntCounter,
 }
 
