@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tokio::time::Instant;
 use uuid::Uuid;
 use warmroute_sim::recording::{FileEncoder, FileHeader, RECORDING_EXTENSION, RecordingSalt};
-use warmroute_sim::recording::{RequestFacts, file_name};
+use warmroute_sim::recording::{RequestFacts, file_name, start_of_name};
 
 use super::QueuedRecord;
 use crate::clock::unix_time;
@@ -63,8 +63,12 @@ pub(super) enum RecordingOpenError {
 impl RecordingFiles {
     /// Creates the directory if needed, and locks it.
     pub(super) fn open(rule: RecordingRule) -> Result<Self, RecordingOpenError> {
-        let lock = match lock(&rule.dir) {
-            Ok(Some(lock)) => lock,
+        let locked = lock(&rule.dir).and_then(|lock| {
+            lock.map(|lock| Ok((lock, start_time(&rule.dir)?)))
+                .transpose()
+        });
+        let (lock, started_unix_ms) = match locked {
+            Ok(Some(locked)) => locked,
             Ok(None) => return Err(RecordingOpenError::Held(rule.dir)),
             Err(error) => {
                 let dir = rule.dir;
@@ -82,7 +86,7 @@ impl RecordingFiles {
             header: FileHeader {
                 recording: Uuid::new_v4().as_u64_pair().0,
                 file: 0,
-                started_unix_ms: u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX),
+                started_unix_ms,
             },
             started: Instant::now(),
             current: None,
@@ -187,19 +191,20 @@ fn lock(dir: &Path) -> io::Result<Option<File>> {
     }
 }
 
+/// Start of a new recording, in milliseconds since 1970. It is later than the start of every file
+/// in the directory, also if the clock was set back, since files are deleted in this order.
+fn start_time(dir: &Path) -> io::Result<u64> {
+    let now = u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX);
+    let newest = recorded_files(dir)?
+        .iter()
+        .filter_map(|(path, _)| start_of_name(path.file_name()?.to_str()?))
+        .max();
+    Ok(newest.map_or(now, |newest| now.max(newest + 1)))
+}
+
 /// Deletes the oldest files until all have at most so many bytes.
 fn prune(dir: &Path, bytes_max: u64) -> io::Result<()> {
-    let mut files: Vec<(PathBuf, u64)> = Vec::new();
-    for entry in fs::read_dir(dir)? {
-        let entry = entry?;
-        let path = entry.path();
-        if path
-            .extension()
-            .is_some_and(|ext| ext == RECORDING_EXTENSION)
-        {
-            files.push((path, entry.metadata()?.len()));
-        }
-    }
+    let mut files = recorded_files(dir)?;
     files.sort();
     let mut bytes: u64 = files.iter().map(|(_, bytes)| bytes).sum();
     for (path, size) in files {
@@ -210,4 +215,20 @@ fn prune(dir: &Path, bytes_max: u64) -> io::Result<()> {
         bytes -= size;
     }
     Ok(())
+}
+
+/// The files of all recordings, and their sizes.
+fn recorded_files(dir: &Path) -> io::Result<Vec<(PathBuf, u64)>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let path = entry.path();
+        if path
+            .extension()
+            .is_some_and(|ext| ext == RECORDING_EXTENSION)
+        {
+            files.push((path, entry.metadata()?.len()));
+        }
+    }
+    Ok(files)
 }

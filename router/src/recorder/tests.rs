@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use warmroute_proto::{BlockSize, Seed};
 use warmroute_sim::recording::{
-    NamedFile, RECORDING_EXTENSION, RecordedOutcome, Recording, RequestFacts,
+    FileHeader, NamedFile, RECORDING_EXTENSION, RecordedOutcome, Recording, RequestFacts, file_name,
 };
 
 use super::*;
@@ -180,6 +180,37 @@ async fn the_directory_keeps_its_bound_and_the_newest_requests() {
     let first = 400 - u32::try_from(kept.len()).unwrap();
     assert!(first > 0 && kept.len() > 50, "{first}");
     assert!(kept.into_iter().eq(first..400));
+}
+
+/// The clock was set back since the directory's last recording, or stands still.
+#[tokio::test(start_paused = true)]
+async fn a_later_recording_has_greater_names_whatever_the_clock_shows() {
+    let folder = TempDir::new().unwrap();
+    let header = FileHeader {
+        recording: u64::MAX,
+        file: 7,
+        started_unix_ms: 90_000_000_000_000,
+    };
+    let earlier = file_name(&header);
+    fs::write(folder.path().join(&earlier), "").unwrap();
+    for recordings in 1..4 {
+        let running = Running::start(settings(&folder, 1 << 20));
+        running.until(true).await;
+        running.end_one(&prompt(0, 64), recordings);
+        running.end().await;
+        let names: Vec<String> = files(folder.path())
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect();
+        assert!(names[0].ends_with(&earlier), "{names:?}");
+        let (newest, bytes) = &files(folder.path())[recordings as usize];
+        let newest = Recording::decode([NamedFile {
+            name: newest,
+            bytes,
+        }])
+        .unwrap();
+        assert_eq!(newest.requests[0].0.output_tokens, recordings);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -52,6 +52,9 @@ pub struct FileHeader {
 /// Extension of a recording's files.
 pub const RECORDING_EXTENSION: &str = "wrec";
 
+/// Digits of the start in a file's name.
+const START_DIGITS: usize = 14;
+
 /// Name of a file. Names of later recordings and later files are greater.
 #[must_use]
 pub fn file_name(header: &FileHeader) -> String {
@@ -60,7 +63,14 @@ pub fn file_name(header: &FileHeader) -> String {
         file,
         started_unix_ms,
     } = header;
-    format!("{started_unix_ms:014}-{recording:016x}-{file:08}.{RECORDING_EXTENSION}")
+    format!("{started_unix_ms:0START_DIGITS$}-{recording:016x}-{file:08}.{RECORDING_EXTENSION}")
+}
+
+/// The start of the recording that a file name names, in milliseconds since 1970.
+#[must_use]
+pub fn start_of_name(name: &str) -> Option<u64> {
+    let (started, _) = name.split_at_checked(START_DIGITS)?;
+    started.parse().ok()
 }
 
 /// How a recorded request ended.
