@@ -27,7 +27,7 @@ use axum::routing::{get, post};
 use futures_util::StreamExt as _;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tracing::warn;
 use warmroute_process::access::{RouteAccess, RouteTable};
 use warmroute_process::{blocking, build};
@@ -47,8 +47,10 @@ const SCANS_MAX: usize = 1;
 /// Parallel work on bodies and views, of all kinds together.
 const WORK_MAX: usize = 1;
 
-/// Bytes of a body that are taken in before other tasks have a turn: some 50 µs.
-const BODY_TURN_BYTES: usize = 256 << 10;
+/// Bytes of a body that are taken in between two rests, and the length of a rest. A body comes at
+/// 64 MB/s at most. Without rests the bodies of fast clients would fill the processors.
+const BODY_TURN_BYTES: usize = 64 << 10;
+const BODY_REST: Duration = Duration::from_millis(1);
 
 /// Deadline for getting a slot.
 const SLOT_DEADLINE: Duration = Duration::from_secs(5);
@@ -181,7 +183,7 @@ async fn body_of(request: Request) -> Result<Vec<u8>, HttpError> {
         turn += chunk.len();
         if turn >= BODY_TURN_BYTES {
             turn = 0;
-            tokio::task::yield_now().await;
+            sleep(BODY_REST).await;
         }
     }
     Ok(body)

@@ -13,8 +13,8 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use serde_json::{Value, json};
-use warmroute_index::tree::SourceNodes;
 use warmroute_index::view::SourceCut;
+use warmroute_process::blocking;
 use warmroute_proto::{Change, Source};
 
 use super::{HttpError, Limited, Slot};
@@ -90,7 +90,8 @@ impl OpenSource {
         let mut changes = match self {
             Self::Cut(SourceCut { digest, nodes }) => {
                 write_line(&mut page, &json!({ "source": digest }))?;
-                let changes = nodes.map(SourceNodes::into_changes).unwrap_or_default();
+                let changes = nodes.map(|nodes| nodes.into_changes_in_steps(blocking::give_way));
+                let changes = changes.unwrap_or_default();
                 changes.into_iter()
             }
             Self::Changes(changes) => changes,
@@ -100,6 +101,7 @@ impl OpenSource {
                 return Ok((page.into(), None));
             };
             write_line(&mut page, &change_value(&change))?;
+            blocking::give_way();
         }
         Ok((page.into(), Some(Self::Changes(changes))))
     }

@@ -1,14 +1,17 @@
 //! `/query` and `/query_by_hash`: what each worker holds of a prompt.
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
 
 use axum::extract::{Json, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use serde::de::{DeserializeOwned, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use tokio::time::timeout;
 use warmroute_index::view::WorkerView;
+use warmroute_process::blocking;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
 use warmroute_proto::{
@@ -18,6 +21,9 @@ use warmroute_proto::{
 use super::{BODY_DEADLINE, HttpError, Limited, body_of, check_content_type};
 use crate::service::Handle;
 
+/// Elements of a body that are parsed in one step, and blocks that are hashed in one: some 50 µs.
+const STEP_ELEMENTS: usize = 1024;
+
 /// Common fields are repeated, because `serde(flatten)` buffers unknown fields.
 #[derive(Deserialize)]
 struct TokensQuery {
@@ -25,6 +31,7 @@ struct TokensQuery {
     model: Option<String>,
     block_size: Option<u32>,
     instance_id: Option<WorkerId>,
+    #[serde(deserialize_with = "in_steps")]
     token_ids: Vec<u32>,
     lora_name: Option<String>,
     cache_salt: Option<String>,
@@ -37,8 +44,39 @@ struct HashQuery {
     block_size: Option<u32>,
     instance_id: Option<WorkerId>,
     /// Local block hashes, already seeded.
+    #[serde(deserialize_with = "in_steps")]
     block_hashes: Vec<LocalHash>,
     cache_salt: Option<String>,
+}
+
+/// A long array, parsed in short steps.
+fn in_steps<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    struct Elements<T>(PhantomData<T>);
+
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Elements<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+            formatter.write_str("a sequence")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<Vec<T>, A::Error> {
+            let mut parsed = Vec::new();
+            while let Some(element) = elements.next_element()? {
+                parsed.push(element);
+                if parsed.len().is_multiple_of(STEP_ELEMENTS) {
+                    blocking::give_way();
+                }
+            }
+            Ok(parsed)
+        }
+    }
+
+    deserializer.deserialize_seq(Elements(PhantomData))
 }
 
 /// Selects workers. The RFC has `model`, its widest-used implementation `model_name`.
@@ -136,7 +174,15 @@ impl QueryBody for TokensQuery {
     fn blocks(self, chosen: &Chosen) -> Result<Vec<LocalHash>, HttpError> {
         let lora = self.lora_name.as_deref().or(chosen.lora.as_deref());
         let seed = Seed::new(lora, self.cache_salt.as_deref());
-        Ok(local_hashes(&self.token_ids, chosen.block_size, seed))
+        let (size, step) = (
+            chosen.block_size,
+            chosen.block_size.tokens() * STEP_ELEMENTS,
+        );
+        let steps = self.token_ids.chunks(step).flat_map(|tokens| {
+            blocking::give_way();
+            local_hashes(tokens, size, seed)
+        });
+        Ok(steps.collect())
     }
 }
 

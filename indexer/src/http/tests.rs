@@ -1,4 +1,5 @@
 use std::io::{Read as _, Write as _};
+use std::iter::repeat_n;
 use std::net::{SocketAddr, TcpStream};
 
 use serde_json::Value;
@@ -294,6 +295,22 @@ async fn digest_workers_and_dump_show_what_is_folded() {
     assert!(metrics.contains("warmroute_indexer_sources{state=\"exact\"} 2"));
     assert!(metrics.contains(&build::metrics_text()), "{metrics}");
     assert_eq!(ask(address, "GET /readyz", "").await.0, 200);
+}
+
+/// However fast a client sends, a body does not keep a processor busy.
+#[tokio::test(start_paused = true)]
+async fn a_body_is_taken_in_with_rests() {
+    let turns = 20;
+    let chunks = repeat_n(vec![0; BODY_TURN_BYTES / 4], 4 * turns);
+    let chunks = chunks.map(Ok::<_, std::io::Error>);
+    let body = axum::body::Body::from_stream(futures_util::stream::iter(chunks));
+    let began = tokio::time::Instant::now();
+    let body = body_of(Request::new(body)).await.ok().unwrap();
+    assert_eq!(body.len(), turns * BODY_TURN_BYTES);
+    assert!(began.elapsed() >= BODY_REST * u32::try_from(turns).unwrap());
+    // The longest one is far within its deadline.
+    let turns_max = u32::try_from(BODY_BYTES_MAX / BODY_TURN_BYTES).unwrap();
+    assert!(8 * turns_max * BODY_REST < BODY_DEADLINE);
 }
 
 /// Parallel bodies are bounded, and a silent client loses its slot.

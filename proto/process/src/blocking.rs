@@ -42,6 +42,13 @@ pub async fn run_low<T: Send + 'static>(
     result.await.map_err(io::Error::other)
 }
 
+/// Lets a thread run that waits for this processor. Work of low priority calls it after each step of
+/// some 50 µs: a thread that wakes up does not interrupt another one within its time slice of up to
+/// 4 ms, whatever the priorities are.
+pub fn give_way() {
+    thread::yield_now();
+}
+
 /// Linux keeps a priority for each thread.
 fn lower_priority() {
     #[cfg(target_os = "linux")]

@@ -9,6 +9,9 @@ use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
 
 use super::SourceNode;
 
+/// Nodes of a step: some 50 µs.
+const STEP_NODES: usize = 256;
+
 /// Maximum blocks of a change, which must fit into a record.
 const BLOCKS_MAX: usize = 1024;
 
@@ -22,12 +25,21 @@ impl SourceNodes {
     /// stored and removed again at the end.
     #[must_use]
     pub fn into_changes(self) -> Vec<Change> {
+        self.into_changes_in_steps(|| ())
+    }
+
+    /// [`SourceNodes::into_changes`], with a pause after each short step.
+    #[must_use]
+    pub fn into_changes_in_steps(self, mut pause: impl FnMut()) -> Vec<Change> {
         let mut children = Children::default();
-        for node in self.0 {
+        for (index, node) in self.0.into_iter().enumerate() {
             children.entry(node.parent).or_default().push(node);
+            if index % STEP_NODES == 0 {
+                pause();
+            }
         }
         let mut dump = Dump::default();
-        dump.walk(children);
+        dump.walk(children, pause);
         dump.finish()
     }
 }
@@ -44,13 +56,18 @@ struct Dump {
 
 impl Dump {
     /// Walks depth first, without recursion because prompts are long.
-    fn walk(&mut self, mut children: Children) {
+    fn walk(&mut self, mut children: Children, mut pause: impl FnMut()) {
         let mut open = vec![(None, ordered(&mut children, None))];
+        let mut nodes = 0;
         while let Some((parent, siblings)) = open.last_mut() {
             let parent = *parent;
             match siblings.pop() {
                 Some(entry) => {
                     self.node(parent, &entry);
+                    nodes += 1;
+                    if nodes % STEP_NODES == 0 {
+                        pause();
+                    }
                     let below = ordered(&mut children, Some(entry.prefix));
                     if !below.is_empty() {
                         open.push((Some(entry.prefix), below));

@@ -305,6 +305,19 @@ fn long_paths_go_on_in_further_runs() {
     assert_eq!(entries(&tree, b), 0);
 }
 
+/// Other threads run between the steps.
+#[test]
+fn many_nodes_become_changes_in_short_steps() {
+    let mut tree = Tree::new();
+    let source = tree.open();
+    let path: Vec<u64> = (0..10_000).collect();
+    tree.apply(source, &stored(&[], &path, Tier::Gpu)).unwrap();
+    let mut pauses = 0;
+    let changes = tree.nodes_of(source).into_changes_in_steps(|| pauses += 1);
+    assert_eq!(changes, tree.dump(source));
+    assert!(pauses >= 2 * (path.len() / 256), "{pauses}");
+}
+
 #[test]
 fn blocks_that_are_moved_stay_what_they_are() {
     let mut tree = Tree::new();
