@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use async_nats::{Client, ConnectOptions};
 use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
 
 use super::lossy::Lossy;
@@ -127,6 +128,18 @@ impl Distributed {
         let text = std::fs::read_to_string(self.credentials(user)).expect("credentials");
         let (_, key) = text.split_once(" is user ").expect("the user");
         key.lines().next().expect("a key").to_owned()
+    }
+
+    /// A connection as a user of the shipped file.
+    pub(crate) async fn client(&self, user: &str) -> Client {
+        let (options, inbox) = if user == "router" {
+            (ConnectOptions::with_nkey(SEED.to_owned()), KEY)
+        } else {
+            let (name, password) = (user.to_owned(), PASSWORD.to_owned());
+            (ConnectOptions::with_user_and_password(name, password), user)
+        };
+        let options = options.custom_inbox_prefix(format!("_INBOX.{inbox}"));
+        options.connect(self.urls()).await.expect("a connection")
     }
 
     pub(crate) async fn reload_accounts(&self) {
