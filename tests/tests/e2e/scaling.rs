@@ -314,10 +314,11 @@ async fn a_log_is_enlarged_in_place() {
     ];
     let (code, _) = fleet.command("init", &resize).await;
     assert_ne!(code, Some(0), "the user may not change a stream");
-    let permission = "\"$JS.API.STREAM.UPDATE.wr_prod\"";
-    fleet
-        .reload_nats(&format!("# {permission}"), permission)
-        .await;
+    let call = "\"$JS.API.STREAM.UPDATE.wr_prod\"";
+    let import = format!("{{ service: {{ account: SYS, subject: {call} }} }}");
+    for line in [&import, call] {
+        fleet.reload_nats(&format!("# {line}"), line).await;
+    }
     let deadline = Instant::now() + Duration::from_secs(20);
     while fleet.command("init", &resize).await.0 != Some(0) {
         assert!(Instant::now() < deadline, "the permission was granted");
