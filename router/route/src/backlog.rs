@@ -7,7 +7,7 @@
 //! Invariant: the backlog is never longer than all outstanding prompts take, and never shorter than
 //! a fifth of that, so that a wrong rate is corrected by each first token.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::source_table::{PerSource, SourceId};
 
@@ -19,45 +19,61 @@ const BACKLOG_SECS_MAX: f64 = 3600.0;
 
 /// When each source is expected to be free.
 #[derive(Clone, Debug, Default)]
-pub struct PrefillBacklog(PerSource<Option<Instant>>);
+pub struct PrefillBacklog {
+    /// The first time that was counted. Times are kept as numbers, which a decision compares for
+    /// every source.
+    epoch: Option<Instant>,
+    free_at: PerSource<BacklogTime>,
+}
+
+/// Seconds since a backlog's epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BacklogTime(f64);
 
 impl PrefillBacklog {
     /// A request with so many seconds of prefill was accepted.
     pub fn added(&mut self, source: SourceId, secs: f64, now: Instant) {
-        let free_at = self.0.get_mut(source);
-        let from = free_at.map_or(now, |at| at.max(now));
-        *free_at = from.checked_add(duration(secs));
+        self.epoch.get_or_insert(now);
+        let now = self.time(now);
+        let free_at = self.free_at.get_mut(source);
+        free_at.0 = free_at.0.max(now.0) + bounded(secs);
     }
 
     /// A request returned its first token or ended; so many seconds of prefill are outstanding.
     pub fn shortened(&mut self, source: SourceId, outstanding_secs: f64, now: Instant) {
-        let free_at = self.0.get_mut(source);
-        let latest = now.checked_add(duration(outstanding_secs));
-        *free_at = (*free_at).min(latest);
+        let latest = self.time(now).0 + bounded(outstanding_secs);
+        let free_at = self.free_at.get_mut(source);
+        free_at.0 = free_at.0.min(latest);
+    }
+
+    /// The time for [`Self::secs`].
+    #[must_use]
+    pub fn time(&self, now: Instant) -> BacklogTime {
+        let elapsed = self.epoch.map(|epoch| now.saturating_duration_since(epoch));
+        BacklogTime(elapsed.map_or(0.0, |elapsed| elapsed.as_secs_f64()))
     }
 
     /// Seconds until the source has computed what it accepted, `outstanding_secs` in all.
     #[must_use]
     #[inline]
-    pub fn secs(&self, source: SourceId, outstanding_secs: f64, now: Instant) -> f64 {
-        // Many sources, and reading the time left takes long.
-        if outstanding_secs == 0.0 {
-            return 0.0;
-        }
-        let free_at = self.0.get(source).copied().flatten();
-        let left = free_at.map_or(0.0, |at| at.saturating_duration_since(now).as_secs_f64());
+    pub fn secs(&self, source: SourceId, outstanding_secs: f64, now: BacklogTime) -> f64 {
+        let left = (self.free_at.of(source).0 - now.0).max(0.0);
         left.min(outstanding_secs).max(LATE * outstanding_secs)
     }
 }
 
-fn duration(secs: f64) -> Duration {
-    // `max` also turns NaN into 0.
-    let secs = secs.max(0.0);
-    Duration::from_secs_f64(secs.min(BACKLOG_SECS_MAX))
+fn bounded(secs: f64) -> f64 {
+    if secs.is_nan() {
+        0.0
+    } else {
+        secs.clamp(0.0, BACKLOG_SECS_MAX)
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     use crate::testing::{source_id, start};
@@ -66,13 +82,19 @@ mod tests {
         (PrefillBacklog::default(), source_id(), start())
     }
 
+    impl PrefillBacklog {
+        fn secs_at(&self, source: SourceId, outstanding_secs: f64, now: Instant) -> f64 {
+            self.secs(source, outstanding_secs, self.time(now))
+        }
+    }
+
     #[test]
     fn it_falls_with_time_to_a_share_of_what_is_outstanding() {
         let (mut backlog, id, now) = setup();
-        assert_eq!(backlog.secs(id, 0.0, now), 0.0);
+        assert_eq!(backlog.secs_at(id, 0.0, now), 0.0);
         backlog.added(id, 2.0, now);
         backlog.added(id, 3.0, now);
-        let after = |secs| backlog.secs(id, 5.0, now + Duration::from_secs(secs));
+        let after = |secs| backlog.secs_at(id, 5.0, now + Duration::from_secs(secs));
         assert_eq!(after(0), 5.0);
         assert_eq!(after(3), 2.0);
         assert_eq!(after(100), LATE * 5.0);
@@ -84,14 +106,14 @@ mod tests {
         backlog.added(id, 2.0, now);
         backlog.added(id, 3.0, now);
         backlog.shortened(id, 3.0, now);
-        assert_eq!(backlog.secs(id, 3.0, now), 3.0);
+        assert_eq!(backlog.secs_at(id, 3.0, now), 3.0);
         let later = now + Duration::from_secs(2);
-        assert_eq!(backlog.secs(id, 3.0, later), 1.0);
+        assert_eq!(backlog.secs_at(id, 3.0, later), 1.0);
         // A shorter backlog stays as it is.
         backlog.shortened(id, 3.0, later);
-        assert_eq!(backlog.secs(id, 3.0, later), 1.0);
+        assert_eq!(backlog.secs_at(id, 3.0, later), 1.0);
         backlog.shortened(id, 0.0, later);
-        assert_eq!(backlog.secs(id, 0.0, later), 0.0);
+        assert_eq!(backlog.secs_at(id, 0.0, later), 0.0);
     }
 
     #[test]
@@ -99,6 +121,6 @@ mod tests {
         let (mut backlog, id, now) = setup();
         backlog.added(id, f64::NAN, now);
         backlog.added(id, 1e300, now);
-        assert!(backlog.secs(id, 1e300, now).is_finite());
+        assert!(backlog.secs_at(id, 1e300, now).is_finite());
     }
 }

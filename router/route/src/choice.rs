@@ -111,26 +111,36 @@ impl std::str::FromStr for Policy {
 }
 
 /// Probabilities of a choice among known costs.
+///
+/// Total: NaN counts as infinite; infinite costs are chosen only among themselves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Odds {
     lowest: f64,
+    /// The highest cost that counts as the lowest: sums of the same terms in another order are ties.
+    tied_max: f64,
     /// Unit of the softmax; 0 if the lowest costs share the choice.
     unit: f64,
-    /// Sum of all weights.
+    /// Sum of all weights: at least 1, at most the number of costs.
     sum: f64,
 }
 
 impl Odds {
-    /// The probabilities with which [`choose`] chooses.
+    /// `None` for an empty list. `scale` is the cost of the whole prompt.
     #[must_use]
     pub fn new(costs: &[f64], temperature: f64, scale: f64) -> Option<Self> {
-        let lowest = lowest(costs)?;
+        costs.first()?;
+        // `min` passes over NaN.
+        let lowest = costs.iter().copied().fold(f64::INFINITY, f64::min);
         let mut odds = Self {
             lowest,
+            tied_max: lowest.max(lowest + 1e-9 * lowest.abs().max(1.0)),
             unit: unit(lowest, temperature, scale).unwrap_or(0.0),
             sum: 0.0,
         };
-        odds.sum = costs.iter().map(|&cost| odds.weight(cost)).sum();
+        odds.sum = match odds.unit > 0.0 {
+            true => costs.iter().map(|&cost| odds.weight(cost)).sum(),
+            false => costs.iter().filter(|cost| odds.is_tied(**cost)).count() as f64,
+        };
         Some(odds)
     }
 
@@ -140,22 +150,61 @@ impl Odds {
         self.weight(cost) / self.sum
     }
 
-    fn weight(&self, cost: f64) -> f64 {
-        let cost = finite_or_infinite(cost);
+    /// Index of the chosen one of these costs, of which the odds are.
+    #[must_use]
+    pub fn choose(&self, costs: &[f64], rng: &mut Rng) -> usize {
         if self.unit > 0.0 {
-            (-(cost - self.lowest) / self.unit).exp()
+            self.softmax(costs, rng)
         } else {
-            f64::from(u8::from(ties(cost, self.lowest)))
+            self.lowest_at_random(costs, rng)
         }
     }
-}
 
-fn lowest(costs: &[f64]) -> Option<f64> {
-    costs
-        .iter()
-        .copied()
-        .map(finite_or_infinite)
-        .min_by(f64::total_cmp)
+    #[inline]
+    fn weight(&self, cost: f64) -> f64 {
+        if self.unit > 0.0 {
+            (-(finite_or_infinite(cost) - self.lowest) / self.unit).exp()
+        } else {
+            f64::from(u8::from(self.is_tied(cost)))
+        }
+    }
+
+    #[inline]
+    fn is_tied(&self, cost: f64) -> bool {
+        finite_or_infinite(cost) <= self.tied_max
+    }
+
+    /// One pass: the n-th tie replaces the choice with probability 1/n, so that all are equally
+    /// likely.
+    fn lowest_at_random(&self, costs: &[f64], rng: &mut Rng) -> usize {
+        let (mut chosen, mut seen) = (0, 0);
+        for (index, &cost) in costs.iter().enumerate() {
+            if self.is_tied(cost) {
+                seen += 1;
+                if rng.usize(0..seen) == 0 {
+                    chosen = index;
+                }
+            }
+        }
+        chosen
+    }
+
+    fn softmax(&self, costs: &[f64], rng: &mut Rng) -> usize {
+        let mut left = rng.f64() * self.sum;
+        let mut last = 0;
+        for (index, &cost) in costs.iter().enumerate() {
+            let weight = self.weight(cost);
+            if weight > 0.0 {
+                if left < weight {
+                    return index;
+                }
+                left -= weight;
+                last = index;
+            }
+        }
+        // A remainder of rounding: the last candidate with any weight.
+        last
+    }
 }
 
 /// Divisor of cost differences; `None` if only the lowest cost counts.
@@ -164,58 +213,7 @@ fn unit(lowest: f64, temperature: f64, scale: f64) -> Option<f64> {
     (unit > 0.0 && unit.is_finite() && lowest.is_finite()).then_some(unit)
 }
 
-/// Index of the chosen cost; `None` for an empty list. `scale` is the cost of the whole prompt.
-///
-/// Total: NaN counts as infinite; infinite costs are chosen only among themselves.
-#[must_use]
-pub fn choose(costs: &[f64], temperature: f64, scale: f64, rng: &mut Rng) -> Option<usize> {
-    let lowest = lowest(costs)?;
-    match unit(lowest, temperature, scale) {
-        Some(unit) => Some(softmax(costs, lowest, unit, rng)),
-        None => lowest_at_random(costs, lowest, rng),
-    }
-}
-
-/// Equal up to rounding: sums of the same terms in another order are ties.
-fn ties(cost: f64, lowest: f64) -> bool {
-    cost <= lowest || cost <= lowest + 1e-9 * lowest.abs().max(1.0)
-}
-
-/// One pass: the n-th tie replaces the choice with probability 1/n, so that all are equally likely.
-fn lowest_at_random(costs: &[f64], lowest: f64, rng: &mut Rng) -> Option<usize> {
-    let mut chosen = None;
-    let mut seen = 0;
-    for (index, &cost) in costs.iter().enumerate() {
-        if ties(finite_or_infinite(cost), lowest) {
-            seen += 1;
-            if rng.usize(0..seen) == 0 {
-                chosen = Some(index);
-            }
-        }
-    }
-    chosen
-}
-
-/// The lowest cost has weight 1, so that the sum is at least 1 and at most the number of costs.
-fn softmax(costs: &[f64], lowest: f64, unit: f64, rng: &mut Rng) -> usize {
-    let weight = |cost: f64| (-(finite_or_infinite(cost) - lowest) / unit).exp();
-    let sum: f64 = costs.iter().copied().map(weight).sum();
-    let mut left = rng.f64() * sum;
-    let mut last = 0;
-    for (index, &cost) in costs.iter().enumerate() {
-        let weight = weight(cost);
-        if weight > 0.0 {
-            if left < weight {
-                return index;
-            }
-            left -= weight;
-            last = index;
-        }
-    }
-    // A remainder of rounding: the last candidate with any weight.
-    last
-}
-
+#[inline]
 fn finite_or_infinite(cost: f64) -> f64 {
     if cost.is_nan() { f64::INFINITY } else { cost }
 }

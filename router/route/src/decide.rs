@@ -19,7 +19,7 @@ use warmroute_proto::{Source, Tiers};
 
 use super::audit::{ClaimStanding, CreditClaim};
 use super::candidates::{Candidate, RouteRefusal};
-use super::choice::{Odds, Policy, choose, power_of_two, prefix_hash, rendezvous};
+use super::choice::{Odds, Policy, power_of_two, prefix_hash, rendezvous};
 use super::cost::{self, Knobs};
 use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
@@ -126,11 +126,17 @@ impl Decision {
 pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, RouteRefusal> {
     let eligible = eligible(input)?;
     let scale = CandidateScale::new(input);
-    let mut compared: Vec<ComparedCandidate> = eligible
-        .iter()
-        .map(|candidate| scale.compared(candidate))
-        .collect();
-    let lowest = level_near_times(input, &mut compared);
+    let mut lowest = f64::INFINITY;
+    let mut compared = Vec::with_capacity(eligible.len());
+    for candidate in &eligible {
+        let one = scale.compared(candidate);
+        lowest = lowest.min(one.cost);
+        compared.push(one);
+    }
+    let lowest = input.knobs.policy.is_timed().then_some(lowest);
+    if let Some(lowest) = lowest {
+        level_near_times(&mut compared, lowest);
+    }
     let choice = pick(input, &eligible, &compared, rng).ok_or(RouteRefusal::AllTried)?;
     let weigh = |index: usize| {
         let terms = scale.terms(eligible[index]);
@@ -156,13 +162,18 @@ pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, Rout
 
 /// The cheapest candidates, in their order.
 fn cheapest(compared: &[ComparedCandidate]) -> Vec<usize> {
-    let mut cheapest: Vec<usize> = (0..compared.len()).collect();
-    if cheapest.len() > WEIGHED_MAX {
-        let cost = |&index: &usize| compared[index].cost;
-        cheapest.select_nth_unstable_by(WEIGHED_MAX, |a, b| cost(a).total_cmp(&cost(b)));
+    let mut cheapest: Vec<(f64, usize)> = Vec::with_capacity(WEIGHED_MAX + 1);
+    for (index, one) in compared.iter().enumerate() {
+        let is_cheaper = |than: &(f64, usize)| one.cost.total_cmp(&than.0).is_lt();
+        if cheapest.len() == WEIGHED_MAX && !cheapest.last().is_some_and(is_cheaper) {
+            continue;
+        }
+        let place = cheapest.partition_point(|known| !is_cheaper(known));
+        cheapest.insert(place, (one.cost, index));
         cheapest.truncate(WEIGHED_MAX);
-        cheapest.sort_unstable();
     }
+    let mut cheapest: Vec<usize> = cheapest.into_iter().map(|(_, index)| index).collect();
+    cheapest.sort_unstable();
     cheapest
 }
 
@@ -202,19 +213,11 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
 }
 
 /// Makes times near the lowest differ by active requests alone: noise in what was learned prefers
-/// no source, and sources stay balanced near the requests that their engines run at a time. Returns
-/// the lowest; `None` under policies without times.
-fn level_near_times(input: &DecisionInput<'_>, compared: &mut [ComparedCandidate]) -> Option<f64> {
-    if !input.knobs.policy.is_timed() {
-        return None;
-    }
-    let lowest = compared
-        .iter()
-        .fold(f64::INFINITY, |lowest, one| lowest.min(one.cost));
+/// no source, and sources stay balanced near the requests that their engines run at a time.
+fn level_near_times(compared: &mut [ComparedCandidate], lowest: f64) {
     for one in compared {
         one.cost = cost::level_near_time(one.cost, lowest, one.requests);
     }
-    Some(lowest)
 }
 
 /// What was chosen, how, and with which odds.
@@ -275,6 +278,7 @@ fn pick(
         | Policy::Session
         | Policy::PrefixHash => (0.0, 1.0),
     };
+    let odds = Odds::new(&costs, temperature, scale)?;
     let active = || compared.iter().map(|one| one.requests);
     let sources = || eligible.iter().map(|candidate| &candidate.source);
     let index = match policy {
@@ -283,7 +287,7 @@ fn pick(
         | Policy::Kv
         | Policy::KvOnce
         | Policy::LeastLoad
-        | Policy::Random => choose(&costs, temperature, scale, rng)?,
+        | Policy::Random => odds.choose(&costs, rng),
         Policy::RoundRobin => {
             let count = u64::try_from(compared.len()).ok()?;
             usize::try_from(input.turn.checked_rem(count)?).ok()?
@@ -298,7 +302,7 @@ fn pick(
     Some(Pick {
         index,
         policy,
-        odds: Odds::new(&costs, temperature, scale)?,
+        odds,
     })
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::RouterId;
 use warmroute_proto::load::SlotEnd;
 
-use super::backlog::PrefillBacklog;
+use super::backlog::{BacklogTime, PrefillBacklog};
 use super::fit::Line;
 use super::itl::{AnswerTiming, ItlModel};
 use super::moves::MOVE_WINDOW_MAX;
@@ -105,7 +105,7 @@ impl SpeedTracker {
             foreign_tokens,
             block_tokens,
         } = prefill;
-        let queued = self.queue_secs(source, outstanding_tokens, now);
+        let queued = self.queue_secs(source, outstanding_tokens, self.backlog_time(now));
         let queued = queued / self.ttft.fits.line(source).secs_each;
         let secs = self.prefill_secs(source, tokens.into());
         self.backlog.added(source, secs, now);
@@ -220,10 +220,16 @@ impl SpeedTracker {
         self.backlog.shortened(source, secs, now);
     }
 
+    /// The time for [`Self::queue_secs`].
+    #[must_use]
+    pub fn backlog_time(&self, now: Instant) -> BacklogTime {
+        self.backlog.time(now)
+    }
+
     /// Seconds until the source has computed the prompts that it accepted, so many tokens in all.
     #[must_use]
     #[inline]
-    pub fn queue_secs(&self, source: SourceId, outstanding_tokens: u64, now: Instant) -> f64 {
+    pub fn queue_secs(&self, source: SourceId, outstanding_tokens: u64, now: BacklogTime) -> f64 {
         let secs = self.prefill_secs(source, outstanding_tokens);
         self.backlog.secs(source, secs, now)
     }

@@ -7,6 +7,7 @@
 use warmroute_proto::Tiers;
 use warmroute_proto::query::SourceState;
 
+use super::backlog::BacklogTime;
 use super::candidates::Candidate;
 use super::cost::{self, TimeTerms};
 use super::decide::{DecisionBasis, DecisionInput};
@@ -95,6 +96,7 @@ pub enum IndexKnowledge {
 pub(crate) struct CandidateScale<'a> {
     input: &'a DecisionInput<'a>,
     matched: PromptMatch<'a>,
+    backlog_time: BacklogTime,
 }
 
 /// What a source holds of the prompt, in blocks of prefill.
@@ -125,6 +127,7 @@ impl<'a> CandidateScale<'a> {
         Self {
             input,
             matched: PromptMatch::new(input),
+            backlog_time: input.speed.backlog_time(input.now),
         }
     }
 
@@ -242,13 +245,19 @@ impl<'a> CandidateScale<'a> {
         let (id, input, prompt) = (candidate.id, self.input, cut.prompt);
         let speed = input.speed;
         let own = cost::own_prefill_tokens(prompt, value.overlap, value.prediction);
-        let [foreign_blocks, _] = cost::foreign_blocks(*foreign, prompt);
-        let foreign_tokens = foreign_blocks * f64::from(prompt.block_tokens());
+        let foreign_secs = || {
+            let [blocks, _] = cost::foreign_blocks(*foreign, prompt);
+            // A saturating cast of a number of at least 0.
+            speed.prefill_secs(id, (blocks * f64::from(prompt.block_tokens())) as u64)
+        };
         let requests = loads.requests();
         TimeTerms {
-            queue: speed.queue_secs(id, load.prefill_tokens, input.now),
-            // A saturating cast of a number of at least 0.
-            foreign: speed.prefill_secs(id, foreign_tokens as u64),
+            queue: speed.queue_secs(id, load.prefill_tokens, self.backlog_time),
+            // Most engines have no others.
+            foreign: match foreign.requests {
+                0 => 0.0,
+                _ => foreign_secs(),
+            },
             prefill: speed.prefill_secs(id, own.into()),
             decode: speed.itl.decode_secs(id, requests.saturating_add(1)),
         }

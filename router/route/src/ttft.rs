@@ -14,6 +14,9 @@ const LESSON_MAX: Duration = Duration::from_secs(600);
 /// Below this many tokens ahead, the overhead of a step dominates.
 const SCATTER_TOKENS: f64 = 1024.0;
 
+/// Sources whose times [`TtftModel::typical`] compares: the median of a fleet needs no more.
+const SAMPLED_MAX: usize = 64;
+
 /// Before the first measurement: 50 ms and 10,000 tokens/s.
 const PRIOR: Line = Line {
     base_secs: 0.05,
@@ -52,11 +55,16 @@ impl TtftModel {
 
     /// Lower median of the expected times of these sources: of two, the faster one. Unlike the
     /// fleet's line it does not depend on the number of requests that each source gets. With no
-    /// source the result is ten minutes.
+    /// source the result is ten minutes. At most 64 sources count, evenly spread.
     #[must_use]
-    pub fn typical(&self, sources: impl Iterator<Item = SourceId>, tokens: u64) -> Duration {
+    pub fn typical(
+        &self,
+        sources: impl ExactSizeIterator<Item = SourceId>,
+        tokens: u64,
+    ) -> Duration {
         let at = |source| self.fits.line(source).at(tokens as f64);
-        let mut each: Vec<f64> = sources.map(at).collect();
+        let step = sources.len().div_ceil(SAMPLED_MAX).max(1);
+        let mut each: Vec<f64> = sources.step_by(step).map(at).collect();
         let Some(middle) = each.len().checked_sub(1).map(|last| last / 2) else {
             return LESSON_MAX;
         };

@@ -1,3 +1,6 @@
+use fastrand::Rng;
+use proptest::prelude::*;
+
 use super::*;
 
 /// The reported probabilities are the frequencies of choices.
@@ -13,7 +16,7 @@ fn the_odds_are_the_shares() {
         let odds = Odds::new(costs, temperature, 4.0).unwrap();
         let mut chosen = vec![0_u32; costs.len()];
         for _ in 0..ROUNDS {
-            chosen[choose(costs, temperature, 4.0, &mut rng).unwrap()] += 1;
+            chosen[odds.choose(costs, &mut rng)] += 1;
         }
         let reported: Vec<f64> = costs.iter().map(|&cost| odds.of(cost)).collect();
         assert!(
@@ -25,19 +28,17 @@ fn the_odds_are_the_shares() {
             assert!((share - reported).abs() < 0.02, "{share} for {reported}");
         }
     }
-    assert_eq!(Odds::new(&[], 0.0, 1.0), None);
 }
-use fastrand::Rng;
-use proptest::prelude::*;
 
 const DRAWS: u32 = 20_000;
 
 /// How often each index is chosen, as a share.
 fn shares(costs: &[f64], temperature: f64, scale: f64) -> Vec<f64> {
     let mut rng = Rng::with_seed(7);
+    let odds = Odds::new(costs, temperature, scale).unwrap();
     let mut counts = vec![0_u32; costs.len()];
     for _ in 0..DRAWS {
-        counts[choose(costs, temperature, scale, &mut rng).unwrap()] += 1;
+        counts[odds.choose(costs, &mut rng)] += 1;
     }
     counts
         .into_iter()
@@ -91,8 +92,8 @@ fn a_bad_candidate_does_not_change_the_odds_of_the_others() {
 
 #[test]
 fn nothing_to_choose_from_is_no_choice() {
-    assert_eq!(choose(&[], 0.0, 1.0, &mut Rng::with_seed(1)), None);
-    assert_eq!(choose(&[], 1.0, 1.0, &mut Rng::with_seed(1)), None);
+    assert_eq!(Odds::new(&[], 0.0, 1.0), None);
+    assert_eq!(Odds::new(&[], 1.0, 1.0), None);
 }
 
 #[test]
@@ -122,7 +123,8 @@ proptest! {
         scale in prop::num::f64::ANY,
         seed: u64,
     ) {
-        let chosen = choose(&costs, temperature, scale, &mut Rng::with_seed(seed));
-        prop_assert!(chosen.is_some_and(|index| index < costs.len()));
+        let odds = Odds::new(&costs, temperature, scale).unwrap();
+        prop_assert!(odds.choose(&costs, &mut Rng::with_seed(seed)) < costs.len());
+        prop_assert!((1.0..=costs.len() as f64).contains(&odds.sum), "{odds:?}");
     }
 }
