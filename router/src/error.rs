@@ -24,6 +24,8 @@ pub(crate) enum ProxyError {
     TooLarge { max: usize },
     #[error("The request body did not arrive in time.")]
     BodyTimeout,
+    #[error("The request body is encoded. Send it as it is, without Content-Encoding.")]
+    BodyEncoded,
     #[error("The model `{0}` does not exist.")]
     UnknownModel(String),
     #[error("There is no route {0}.")]
@@ -86,6 +88,7 @@ impl ProxyError {
             Self::Tenant(refusal) => return tenant_form(refusal),
             Self::Malformed(_) => (400, ErrorType::InvalidRequest, "malformed"),
             Self::BodyTimeout => (408, ErrorType::InvalidRequest, "malformed"),
+            Self::BodyEncoded => (415, ErrorType::InvalidRequest, "unsupported_encoding"),
             Self::Method => (405, ErrorType::InvalidRequest, "method_not_allowed"),
             Self::TooLarge { .. } => (413, ErrorType::TooLarge, "request_too_large"),
             Self::UnknownPath(_) => (404, ErrorType::NotFound, "unknown_url"),
@@ -118,6 +121,7 @@ impl ProxyError {
             | Self::Malformed(_)
             | Self::TooLarge { .. }
             | Self::BodyTimeout
+            | Self::BodyEncoded
             | Self::UnknownModel(_)
             | Self::UnknownPath(_)
             | Self::Method
@@ -154,7 +158,7 @@ impl ProxyError {
     const fn leaves_body_unread(&self) -> bool {
         matches!(
             self,
-            Self::TooLarge { .. } | Self::BodyTimeout | Self::BuffersFull
+            Self::TooLarge { .. } | Self::BodyTimeout | Self::BodyEncoded | Self::BuffersFull
         )
     }
 }

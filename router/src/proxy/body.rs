@@ -133,7 +133,8 @@ impl BodyBudget {
         }
     }
 
-    /// Reads the whole body.
+    /// Reads the whole body. An encoded body is refused: the router would read other bytes than an
+    /// engine that decodes it.
     pub(crate) async fn read(
         &self,
         headers: &HeaderMap,
@@ -141,6 +142,7 @@ impl BodyBudget {
     ) -> Result<BufferedBody, ProxyError> {
         let mut pieces = body.into_data_stream();
         let read = match content_length(headers) {
+            _ if is_encoded(headers) => Err(ProxyError::BodyEncoded),
             Some(length) if length > self.body_max as u64 => Err(self.too_large()),
             length => self.collect(&mut pieces, length).await,
         };
@@ -358,6 +360,11 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
         .ok()?
         .parse()
         .ok()
+}
+
+fn is_encoded(headers: &HeaderMap) -> bool {
+    let values = headers.get_all(header::CONTENT_ENCODING);
+    values.iter().any(|value| value != "identity")
 }
 
 #[cfg(test)]

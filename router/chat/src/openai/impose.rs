@@ -166,15 +166,23 @@ fn missing_output(fields: &BodyFields<'_>, bound: OutputBound) -> Result<Option<
     if each_max == 0 {
         return Err(too_many_tokens(CHOICES[0], bound.max));
     }
+    // Where the default is all that fits, an engine may take 0 for no number.
+    let each_min = i64::from(bound.default.is_none());
     let mut is_set = false;
     for name in bound.names {
         let tokens = whole_number(fields, name)?;
         if tokens.is_some_and(|tokens| tokens > each_max) {
             return Err(too_many_tokens(name, bound.max));
         }
+        if tokens.is_some_and(|tokens| tokens < each_min) {
+            let message = format!("`{name}` must be at least {each_min}.");
+            return Err(OpenAiError::invalid(name, message).with_code("too_few_output_tokens"));
+        }
         is_set |= tokens.is_some();
     }
-    let default = bound.default.map(i64::from);
+    // A null is not the default, but all that fits.
+    let is_given = bound.names.iter().any(|name| fields.given(name).is_some());
+    let default = bound.default.filter(|_| !is_given).map(i64::from);
     let enough = is_set || default.is_some_and(|default| default <= each_max);
     Ok(u32::try_from(each_max).ok().filter(|_| !enough))
 }
@@ -343,6 +351,12 @@ mod tests {
                 Some(r#"{"max_tokens":null,"max_completion_tokens":100}"#),
             ),
             (r#"{"a":1}"#, Some(16), None),
+            (r#"{"max_tokens":0}"#, Some(16), None),
+            (
+                r#"{"max_tokens":null}"#,
+                Some(16),
+                Some(r#"{"max_tokens":null,"max_completion_tokens":100}"#),
+            ),
             (
                 r#"{"a":1}"#,
                 Some(160),
@@ -358,9 +372,12 @@ mod tests {
             r#"{"max_tokens":1,"max_tokens":101}"#,
             r#"{"max_tokens":1e9}"#,
             r#"{"max_tokens":101.0}"#,
+            r#"{"max_tokens":50,"max_completion_tokens":0}"#,
+            r#"{"max_tokens":-1}"#,
         ] {
             assert!(impose(body.as_bytes(), &bounded(None)).is_err(), "{body}");
         }
+        assert!(impose(br#"{"max_tokens":-1}"#, &bounded(Some(16))).is_err());
     }
 
     #[test]

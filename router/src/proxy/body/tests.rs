@@ -51,6 +51,24 @@ async fn a_body_without_a_length_is_refused_where_it_passes_the_limit() {
 }
 
 #[tokio::test]
+async fn an_encoded_body_is_refused() {
+    let budget = budget(100, 50);
+    for (encodings, is_refused) in [
+        (["identity", "identity"], false),
+        (["gzip", "identity"], true),
+        (["identity", "identity, br"], true),
+    ] {
+        let mut headers = HeaderMap::new();
+        for encoding in encodings {
+            headers.append(header::CONTENT_ENCODING, encoding.parse().unwrap());
+        }
+        let read = budget.read(&headers, pieces(1, 10)).await;
+        let is_encoded = matches!(read, Err(ProxyError::BodyEncoded));
+        assert_eq!(is_encoded, is_refused, "{encodings:?}");
+    }
+}
+
+#[tokio::test]
 async fn bodies_together_are_bounded() {
     let budget = budget(60, 50);
     let first = budget.read(&length(40), pieces(1, 40)).await.unwrap();

@@ -88,6 +88,25 @@ async fn no_framing_smuggles_a_request() {
     world.until_quiet().await;
 }
 
+/// An engine that decodes it would read another model and prompt than the router's rules saw.
+#[tokio::test]
+async fn an_encoded_body_reaches_no_engine() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let json = r#"{"model":"m","prompt":[1]}"#;
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: h\r\ncontent-encoding: gzip\r\n\
+             content-length: {}\r\n\r\n{json}",
+            json.len()
+        );
+        let answer = talk(&world, head.as_bytes()).await;
+        assert!(answer.starts_with("HTTP/1.1 415 "), "{answer}");
+        assert!(answer.contains("unsupported_encoding"), "{answer}");
+    }
+    assert_eq!(engine.asked(), 0);
+}
+
 /// Bytes after an answer are not the answer to the next request on that connection.
 #[tokio::test]
 async fn an_engine_that_sends_more_than_its_length_answers_no_other_client() {
