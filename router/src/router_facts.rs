@@ -15,7 +15,7 @@ use crate::clock::unix_time;
 use crate::config::Config;
 use crate::fleet::{CheckResult, Fleet, FleetWorker};
 use crate::route::Knobs;
-use crate::settings::LiveSettings;
+use crate::settings::{LiveSettings, Settings};
 use crate::tokenizers::{ModelTokenizer, TokenizerState, Tokenizers};
 
 const PERIOD: Duration = Duration::from_secs(5);
@@ -86,7 +86,7 @@ impl FactsWriter {
         let unregistered = unregistered.map(|worker| worker.entry.worker.clone());
         RouterFacts {
             router: self.router,
-            settings: self.settings_digest(),
+            settings: settings_digest(&self.knobs, self.block_size, &self.settings.current()),
             unix_ns: u64::try_from(unix_time().as_nanos()).unwrap_or(u64::MAX),
             failed_checks: failed.take(FACTS_SHOWN_MAX).collect(),
             unregistered: unregistered.take(FACTS_SHOWN_MAX).collect(),
@@ -102,20 +102,24 @@ impl FactsWriter {
         let problems = table.models().filter_map(model_problem);
         problems.take(FACTS_SHOWN_MAX).collect()
     }
+}
 
-    /// Digest of what decides where a request goes; routers of one version with equal settings have
-    /// equal ones.
-    fn settings_digest(&self) -> u64 {
-        let settings = self.settings.current();
-        let deciding = (
-            &self.knobs,
-            self.block_size,
-            settings.engine_wait_timeout(),
-            settings.first_token_timeout(),
-            settings.max_prompt_bytes(),
-        );
-        xxh3_64(format!("{deciding:?}").as_bytes())
+/// Digest of what routers of one fleet must have in common. Shared settings count only if they are
+/// not the defaults: a setting that another version lacks then makes no difference until it is used.
+fn settings_digest(knobs: &Knobs, block_size: Option<BlockSize>, settings: &Settings) -> u64 {
+    let deciding = (
+        knobs,
+        block_size,
+        settings.engine_wait_timeout(),
+        settings.first_token_timeout(),
+        settings.max_prompt_bytes(),
+    );
+    let mut text = format!("{deciding:?}");
+    let shared = settings.shared();
+    if shared != Settings::default() {
+        text += &format!("{shared:?}");
     }
+    xxh3_64(text.as_bytes())
 }
 
 fn failed_checks(worker: &FleetWorker) -> impl Iterator<Item = FailedCheck> {
@@ -142,4 +146,74 @@ fn model_problem((model, entry): (&String, &ModelTokenizer)) -> Option<ModelProb
 
 fn shortened(text: &str) -> String {
     text.chars().take(TEXT_MAX).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HASHES: [&str; 2] = [
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    ];
+
+    fn digest(text: &str) -> u64 {
+        let settings = Settings::parse(text).unwrap();
+        settings_digest(&Knobs::default(), None, &settings)
+    }
+
+    fn tenant(hash: &str, rest: &str) -> String {
+        let keys = format!("keys = [{{ id = \"k\", sha256 = \"{hash}\" }}]");
+        format!("[[tenants]]\nname = \"t\"\n{keys}\n{rest}\n")
+    }
+
+    #[test]
+    fn settings_of_the_fleet_change_the_digest() {
+        let texts = [
+            String::new(),
+            tenant(HASHES[0], ""),
+            tenant(HASHES[0], "tokens_per_minute = 5"),
+            tenant(HASHES[0], "tokens_per_minute = 6"),
+            tenant(HASHES[0], "models = [\"m\"]"),
+            tenant(HASHES[0], "salt = \"tenant\""),
+            "[models.m]\naliases = [\"n\"]".to_owned(),
+            "[models.m]\nexclude_tools_when_tool_choice_none = true".to_owned(),
+            "[engines]\nload = true".to_owned(),
+            "[engines]\nmax_queued_requests = 1".to_owned(),
+            "resume_streams = \"all\"".to_owned(),
+            "completion_prompts = \"token-ids\"".to_owned(),
+            "engine_wait_timeout_secs = 1".to_owned(),
+        ];
+        let digests: std::collections::BTreeSet<u64> =
+            texts.iter().map(|one| digest(one)).collect();
+        assert_eq!(digests.len(), texts.len());
+    }
+
+    #[test]
+    fn settings_of_one_machine_do_not() {
+        for text in [
+            "access_log = \"/var/log/access.log\"",
+            "models_dir = \"/models\"",
+            "drain_timeout_secs = 5",
+            "[tls]\ncertificate = \"a.pem\"\nkey = \"a.key\"",
+            "[admin]\nexplain_headers = \"all\"",
+            "[engines]\nkey_file = \"key\"\nca = \"ca.pem\"",
+            "[tracing]\notlp_endpoint = \"http://127.0.0.1:4318\"",
+        ] {
+            assert_eq!(digest(text), digest(""), "{text}");
+        }
+        let model = |path: &str| digest(&format!("[models.m]\ntokenizer = \"{path}\""));
+        assert_eq!(model("/a"), model("/b"));
+        // Keys are replaced one router after the other.
+        let [old, new] = HASHES.map(|hash| digest(&tenant(hash, "")));
+        assert_eq!(old, new);
+    }
+
+    #[test]
+    fn the_order_of_tenants_makes_no_difference() {
+        let tenant = |name: &str| format!("[[tenants]]\nname = \"{name}\"\n");
+        let both = [["a", "b"], ["b", "a"]];
+        let [one, other] = both.map(|names| digest(&names.map(tenant).concat()));
+        assert_eq!(one, other);
+    }
 }

@@ -121,9 +121,9 @@ function candidates(decision) {
     if (isWinner) cells[0].append(" ", element("b", {}, "chosen"));
     return element("tr", isWinner ? { class: "winner" } : {}, ...cells);
   });
-  const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)));
-  table.append(element("tbody", {}, ...rows));
   const label = "Candidates and the terms of their cost";
+  const head = element("thead", {}, element("tr", {}, ...heads));
+  const table = element("table", { "aria-label": label }, head, element("tbody", {}, ...rows));
   return element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": label }, table);
 }
 

@@ -100,6 +100,19 @@ pub(crate) enum EngineAuthorization {
     Replace(HeaderValue),
 }
 
+impl EngineSettings {
+    /// Without the key and the authorities.
+    pub(super) fn without_files(&self) -> Self {
+        Self {
+            ca: PathBuf::new(),
+            key_file: PathBuf::new(),
+            authorities: Authorities::default(),
+            key: None,
+            ..self.clone()
+        }
+    }
+}
+
 impl Settings {
     pub(crate) fn separate_caches(&self) -> SeparateCaches {
         let mut tenants = self.tenants.iter();

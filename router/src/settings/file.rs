@@ -276,6 +276,28 @@ impl Settings {
         self.prefix_hash_load_percent.0
     }
 
+    /// Without what belongs to one machine or is applied at the start only: ports, keys, paths,
+    /// output and the router's own parameters. Routers of one fleet have the rest in common.
+    pub(crate) fn shared(&self) -> Self {
+        let mut tenants: Vec<_> = self.tenants.iter().map(TenantRules::without_keys).collect();
+        tenants.sort_by(|one, other| one.name.as_str().cmp(other.name.as_str()));
+        Self {
+            cors_origins: self.cors_origins.clone(),
+            extra_routes: self.extra_routes.clone(),
+            completion_prompts: self.completion_prompts,
+            connect_timeout_ms: self.connect_timeout_ms,
+            engine_wait_timeout_secs: self.engine_wait_timeout_secs,
+            first_token_timeout_secs: self.first_token_timeout_secs,
+            half_closed_clients: self.half_closed_clients,
+            max_prompt_bytes: self.max_prompt_bytes,
+            models: self.models.without_paths(),
+            resume_streams: self.resume_streams,
+            tenants: tenants.into(),
+            engines: self.engines.without_files(),
+            ..Self::default()
+        }
+    }
+
     /// The keys of the admin port.
     pub(crate) fn admin_keys(&self) -> Arc<[OperatorKey]> {
         Arc::clone(&self.admin.keys)

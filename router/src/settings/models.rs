@@ -46,6 +46,16 @@ impl TryFrom<toml::Table> for TemplateKwargs {
 }
 
 impl ModelTable {
+    /// Paths may differ between machines. Each router checks what they name against the engines.
+    pub(super) fn without_paths(&self) -> Self {
+        let mut table = self.clone();
+        for model in table.0.values_mut() {
+            model.tokenizer.clear();
+            model.chat_template.clear();
+        }
+        table
+    }
+
     /// The settings of the model that engines serve under this name.
     pub(crate) fn of(&self, served: &str) -> Option<&ModelSettings> {
         let by_alias = || self.0.values().find(|model| model.aliases.contains(served));

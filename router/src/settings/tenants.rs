@@ -38,6 +38,13 @@ pub(crate) struct TenantLimits {
 }
 
 impl TenantRules {
+    pub(super) fn without_keys(&self) -> Self {
+        Self {
+            keys: Vec::new(),
+            ..self.clone()
+        }
+    }
+
     pub(crate) fn permits(&self, model: &str) -> bool {
         self.models.iter().any(|pattern| is_match(pattern, model))
     }

@@ -21,7 +21,7 @@ pub struct EngineConfig {
     /// Blocks of the CPU tier; 0 for none.
     pub cpu_blocks: u32,
     /// KV-cache groups in the engine's order. Exactly one is full attention, and only that one
-    /// occupies blocks; the others exist in the events alone.
+    /// occupies blocks; the others exist in the events, and limit hits.
     pub groups: Vec<GroupKind>,
     /// Different at every start of an engine, so that its hashes differ.
     pub life: u64,

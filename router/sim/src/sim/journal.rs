@@ -1,9 +1,9 @@
 //! Turns cache changes into the events of a step, in vLLM's order.
 //!
 //! The pool's events come as they happen, then those of the CPU tier; all leave with the next step.
-//! Sliding-window groups are shadows: they occupy no blocks and decide no hit, but publish stores
-//! with masked blocks and removals as a hybrid model does. A consumer that ignores groups gets
-//! wrong content.
+//! Sliding-window groups are shadows: they occupy no blocks of the pool, but publish stores with
+//! masked blocks and removals as a hybrid model does, and a hit needs their windows. A consumer that
+//! ignores groups gets wrong content.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -95,6 +95,22 @@ impl EventJournal {
         }
     }
 
+    /// Length of the longest prefix of these blocks whose last ones every sliding-window group
+    /// holds, as many as its window has.
+    pub(super) fn resume_point(&self, keys: &[PrefixHash]) -> usize {
+        let is_resume_point = |&end: &usize| {
+            self.groups.iter().all(|group| match group.kind {
+                GroupKind::FullAttention => true,
+                GroupKind::SlidingWindow(window) => {
+                    let first = end.saturating_sub(self.window_blocks(window));
+                    keys[first..end].iter().all(|key| group.held.contains(key))
+                }
+            })
+        };
+        let mut ends = (0..=keys.len()).rev();
+        ends.find(is_resume_point).unwrap_or(0)
+    }
+
     /// Moves everything since the last step into `events`.
     pub(super) fn take(&mut self, events: &mut Vec<CacheEvent>) {
         events.append(&mut self.pool);
@@ -162,8 +178,10 @@ impl EventJournal {
         engine_hash(self.life, key)
     }
 
+    /// Blocks before a token that its window reaches into.
     fn window_blocks(&self, window: u32) -> usize {
-        (window as usize).div_ceil(self.block_size.tokens()).max(1)
+        let before = window.saturating_sub(1) as usize;
+        before.div_ceil(self.block_size.tokens()).max(1)
     }
 }
 

@@ -314,7 +314,8 @@ impl Cache {
     fn find(&self, sequence: &EngineSequence, config: &EngineConfig) -> Hit {
         let blocks_max = (sequence.tokens.len() - 1) / config.block_size.tokens();
         let keys = &sequence.keys[..blocks_max];
-        let gpu: Vec<u32> = keys.iter().map_while(|&key| self.pool.find(key)).collect();
+        let mut gpu: Vec<u32> = keys.iter().map_while(|&key| self.pool.find(key)).collect();
+        gpu.truncate(self.journal.resume_point(&keys[..gpu.len()]));
         let cpu = self.offload.as_ref().map_or(0, |offload| {
             let behind = keys[gpu.len()..].iter();
             behind.take_while(|&&key| offload.holds(key)).count()

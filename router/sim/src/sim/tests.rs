@@ -342,6 +342,20 @@ fn every_group_publishes_and_only_one_is_full_attention() {
 }
 
 #[test]
+fn a_hit_ends_where_every_window_is_held() {
+    let mut engine = EngineModel::new(EngineConfig {
+        groups: vec![GroupKind::SlidingWindow(8), GroupKind::FullAttention],
+        ..config(64)
+    });
+    // The windows of blocks 3 and 4 are held, and of nothing before.
+    run(&mut engine, request(0..16, 1));
+    let (_, shorter) = run(&mut engine, request((0..12).chain(100..110), 1));
+    assert_eq!(shorter, 0);
+    let (_, longer) = run(&mut engine, request((0..16).chain(200..210), 1));
+    assert_eq!(longer, 16);
+}
+
+#[test]
 fn another_life_has_other_hashes_and_the_same_output() {
     let in_life = |life| EngineModel::new(EngineConfig { life, ..config(32) });
     let (mut first, mut second) = (in_life(1), in_life(2));
