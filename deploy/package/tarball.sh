@@ -44,3 +44,11 @@ for unit in "$prefix/lib/systemd/system"/*.service; do
 done
 cp -r "$prefix/share/doc/warmroute/warmroute-router.service.d" "$units"
 systemd-analyze verify --man=no "$units"/*.service
+# As the unit starts it: its command with the guide's environment, where the model is another one,
+# on free ports.
+mapfile -t environment < <(sed -n "/^cat >.*\/router.env <<'END'/,/^END$/p" docs/GETTING_STARTED.md |
+  sed "1d;\$d;s|/models/MODEL|$PWD/tests/fixtures/tiny|")
+read -ra started < <(sed -n 's/^ExecStart=//p' "$units/warmroute-router.service")
+[ "${#environment[@]}" = 2 ] || fail "no router.env in docs/GETTING_STARTED.md"
+deploy/package/try_router.sh env --ignore-environment "${environment[@]}" \
+  WARMROUTE_PORT=0 WARMROUTE_ADMIN_PORT=0 "${started[@]}"

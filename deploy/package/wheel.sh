@@ -3,6 +3,10 @@
 step "wheel"
 wheel=$(python3 deploy/package/wheel.py "$version" "$work/bin" "$work/$library" "$bill" "$dist")
 echo "$(basename "$wheel")"
+# A debug build has the tag of this machine's glibc.
+minor=$(sed -n 's/.*-manylinux_2_\([0-9]*\)_.*/\1/p' <<<"$wheel")
+[ "$profile" != release ] || [ "${minor:-99}" -le 28 ] ||
+  fail "the wheel needs a newer glibc than manylinux_2_28: $(basename "$wheel")"
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet --disable-pip-version-check --no-index "$wheel"
 for binary in "${packaged[@]}"; do

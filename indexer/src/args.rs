@@ -96,7 +96,7 @@ pub struct CredentialsArgs {
 /// The flags have no names in the environment, which the services read.
 #[derive(Clone, Debug, Subcommand)]
 pub enum CredentialsStep {
-    /// Creates the keys of an operator, an account and each role of the namespace, and what the
+    /// Creates the keys of an operator, its accounts and each role of the namespace, and what the
     /// servers include.
     Init(OperatorArgs),
     /// Prints the credentials file of a new user.

@@ -1,9 +1,10 @@
 //! `warmroute-indexer credentials`: keys and users for nats-servers in operator mode.
 //!
-//! The account has one signing key for each role of `deploy/nats/nats.conf`. A server takes the
-//! permissions of a user from the scope of the key that signed the user. So a signature adds a
+//! An account has one signing key for each of its roles of `deploy/nats/nats.conf`. A server takes
+//! the permissions of a user from the scope of the key that signed the user. So a signature adds a
 //! worker, offline and without a change at a server.
 
+mod accounts;
 mod claims;
 mod roles;
 
@@ -12,7 +13,7 @@ use std::io::Write as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nkeys::{KeyPair, KeyPairType};
 use serde_json::{Value, json};
 use warmroute_proto::Namespace;
@@ -23,6 +24,9 @@ use crate::args::{CredentialsStep, RevokeArgs, SignArgs};
 
 /// What the servers include: JWTs, no secrets.
 const ACCOUNTS: &str = "accounts.conf";
+
+/// What they include while `init --resize` runs: with it a reader can change the log.
+const RESIZE: &str = "resize.conf";
 
 /// The operator's seed, which only `revoke` needs.
 const OPERATOR: &str = "operator.nk";
@@ -47,13 +51,13 @@ fn create(dir: &Path, namespace: &Namespace, unix_secs: u64) -> anyhow::Result<S
     }
     let made = DirBuilder::new().mode(0o700).create(dir);
     made.with_context(|| format!("--dir {}", dir.display()))?;
-    let (operator, account, system) = (
-        KeyPair::new_operator(),
-        KeyPair::new_account(),
-        KeyPair::new_account(),
-    );
-    let mut scopes = Vec::new();
+    let keys = Keys::new();
+    let (mut plane_scopes, mut shims_scopes) = (Vec::new(), Vec::new());
     for role in roles::ROLES {
+        let (account, scopes) = match role {
+            "shim" => (&keys.shims, &mut shims_scopes),
+            _ => (&keys.plane, &mut plane_scopes),
+        };
         let key = KeyPair::new_account();
         let file = format!("{}\n{}\n", key.seed()?, account.public_key());
         write_secret(&dir.join(format!("{role}.nk")), &file)?;
@@ -62,30 +66,99 @@ fn create(dir: &Path, namespace: &Namespace, unix_secs: u64) -> anyhow::Result<S
             "template": roles::template(role, namespace),
         }));
     }
-    write_secret(&dir.join(OPERATOR), &format!("{}\n", operator.seed()?))?;
-    let signed = |name: &str, subject: &KeyPair, nats: Value| {
-        let subject = subject.public_key();
-        Claims::new(name, subject, nats).sign(&operator, unix_secs)
+    write_secret(&dir.join(OPERATOR), &format!("{}\n", keys.operator.seed()?))?;
+    let system = keys.system.public_key();
+    let plane = |calls: &[String]| {
+        let nats = accounts::plane(&system, namespace, calls, plane_scopes.clone());
+        keys.signed("warmroute", &keys.plane, nats, unix_secs)
     };
-    let nats = claims::operator(&system.public_key());
-    let operator_jwt = signed("warmroute", &operator, nats)?;
-    let account_jwt = signed("warmroute", &account, claims::account(scopes))?;
-    let system_jwt = signed("system", &system, claims::system_account())?;
-    let text = format!(
-        "# Written by `warmroute-indexer credentials`; the servers' configuration includes it.\n\
-         # Holds no secrets.\n\
-         operator: {operator_jwt}\n\
-         system_account: {system}\n\
-         resolver: MEMORY\n\
-         resolver_preload {{\n  {account}: {account_jwt}\n  {system}: {system_jwt}\n}}\n",
-        system = system.public_key(),
-        account = account.public_key(),
-    );
+    let mut calls = roles::calls(namespace);
+    let daily = plane(&calls)?;
+    calls.push(roles::resize_call(namespace));
+    let shims = keys.shims(namespace, shims_scopes, unix_secs)?;
+    let text = keys.configuration(&daily, &shims, unix_secs)?;
     replace_file(&dir.join(ACCOUNTS), &text)?;
+    // A reload changes nothing else.
+    replace_file(&dir.join(RESIZE), &text.replace(&daily, &plane(&calls)?))?;
     let dir = dir.display();
     Ok(format!(
         "{dir}/{ACCOUNTS} is for the servers; keep the keys, {dir}/*.nk"
     ))
+}
+
+/// The keys of an operator and its accounts.
+struct Keys {
+    operator: KeyPair,
+    plane: KeyPair,
+    shims: KeyPair,
+    system: KeyPair,
+}
+
+impl Keys {
+    fn new() -> Self {
+        Self {
+            operator: KeyPair::new_operator(),
+            plane: KeyPair::new_account(),
+            shims: KeyPair::new_account(),
+            system: KeyPair::new_account(),
+        }
+    }
+
+    fn signed(
+        &self,
+        name: &str,
+        subject: &KeyPair,
+        nats: Value,
+        unix_secs: u64,
+    ) -> Result<String, nkeys::error::Error> {
+        Claims::new(name, subject.public_key(), nats).sign(&self.operator, unix_secs)
+    }
+
+    /// The shims' account, with tokens by which it alone may import from the plane's.
+    fn shims(
+        &self,
+        namespace: &str,
+        scopes: Vec<Value>,
+        unix_secs: u64,
+    ) -> Result<String, nkeys::error::Error> {
+        let token = |subject: &str, kind: &str| {
+            let nats = claims::activation(subject, kind);
+            Claims::new("shims", self.shims.public_key(), nats).sign(&self.plane, unix_secs)
+        };
+        let stream = token(&accounts::resync(namespace), "stream")?;
+        let tokens = [token(">", "service")?, stream];
+        let plane = self.plane.public_key();
+        let nats = accounts::shims(&plane, namespace, &tokens, scopes);
+        self.signed("shims", &self.shims, nats, unix_secs)
+    }
+
+    /// What the servers include.
+    fn configuration(
+        &self,
+        plane: &str,
+        shims: &str,
+        unix_secs: u64,
+    ) -> Result<String, nkeys::error::Error> {
+        let signed =
+            |name: &str, subject: &KeyPair, nats| self.signed(name, subject, nats, unix_secs);
+        let system = self.system.public_key();
+        Ok(format!(
+            "# Written by `warmroute-indexer credentials`; the servers' configuration includes it.\n\
+             # Holds no secrets.\n\
+             operator: {operator}\n\
+             system_account: {system}\n\
+             resolver: MEMORY\n\
+             resolver_preload {{\n  \
+               {plane_key}: {plane}\n  \
+               {shims_key}: {shims}\n  \
+               {system}: {system_jwt}\n\
+             }}\n",
+            operator = signed("warmroute", &self.operator, claims::operator(&system))?,
+            plane_key = self.plane.public_key(),
+            shims_key = self.shims.public_key(),
+            system_jwt = signed("system", &self.system, accounts::system())?,
+        ))
+    }
 }
 
 fn sign(args: &SignArgs, unix_secs: u64) -> anyhow::Result<String> {
@@ -124,22 +197,32 @@ fn revoke(args: &RevokeArgs, unix_secs: u64) -> anyhow::Result<String> {
         fs::read_to_string(&file).with_context(|| file.display().to_string())
     };
     let operator = key_of(read(OPERATOR)?.trim(), &KeyPairType::Operator).context(OPERATOR)?;
-    let accounts = read(ACCOUNTS)?;
-    let scoped = accounts.split_whitespace().find_map(|word| {
-        let claims = claims::read(word)?;
-        claims["nats"]["signing_keys"]
-            .is_array()
-            .then_some((word, claims))
-    });
-    let (old, mut claims) = scoped.with_context(|| format!("{ACCOUNTS} has no such account"))?;
-    claims["iat"] = unix_secs.into();
-    claims["nats"]["revocations"][user.public_key()] = unix_secs.into();
-    let new = claims::signed(&claims, &operator)?;
-    replace_file(&args.dir.join(ACCOUNTS), &accounts.replace(old, &new))?;
+    for name in [ACCOUNTS, RESIZE] {
+        // Earlier versions made no other.
+        if name == ACCOUNTS || args.dir.join(name).exists() {
+            let text = revoked(&read(name)?, &user.public_key(), &operator, unix_secs);
+            replace_file(&args.dir.join(name), &text.context(name)?)?;
+        }
+    }
     Ok(format!(
         "{} is revoked once the servers reload {ACCOUNTS}",
         user.public_key()
     ))
+}
+
+/// Revokes a user in all accounts that sign users.
+fn revoked(text: &str, user: &str, operator: &KeyPair, unix_secs: u64) -> anyhow::Result<String> {
+    let tokens = text.split_whitespace();
+    let mut scoped = tokens
+        .filter_map(|token| Some((token, claims::read(token)?)))
+        .filter(|(_, claims)| claims["nats"]["signing_keys"].is_array())
+        .peekable();
+    ensure!(scoped.peek().is_some(), "no account signs users");
+    scoped.try_fold(text.to_owned(), |text, (token, mut claims)| {
+        claims["iat"] = unix_secs.into();
+        claims["nats"]["revocations"][user] = unix_secs.into();
+        Ok(text.replace(token, &claims::signed(&claims, operator)?))
+    })
 }
 
 fn key_of(seed: &str, kind: &KeyPairType) -> anyhow::Result<KeyPair> {

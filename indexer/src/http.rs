@@ -118,10 +118,13 @@ impl Limited {
         let slots = Arc::clone(&self.slots);
         match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
             Ok(Ok(slot)) => Ok(Slot(Arc::new(slot))),
-            Ok(Err(_)) | Err(_) => Err(HttpError {
-                status: StatusCode::SERVICE_UNAVAILABLE,
-                message: "all request slots are in use: try again".to_owned(),
-            }),
+            Ok(Err(_)) | Err(_) => {
+                self.handle.turned_away();
+                Err(HttpError {
+                    status: StatusCode::SERVICE_UNAVAILABLE,
+                    message: "all request slots are in use: try again".to_owned(),
+                })
+            }
         }
     }
 

@@ -123,6 +123,10 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let id = format!("{:016x}", Uuid::new_v4().as_u64_pair().0);
     let service = Service::new(config.indexer, nats.plane())
         .context("setting up the metrics")?
+        .with_refusals({
+            let nats = nats.clone();
+            move || nats.refused_permissions()
+        })
         .with_metrics(move || nats.metrics_text())
         .with_snapshots(SnapshotConfig {
             writer: id.clone(),

@@ -10,6 +10,7 @@
 
 mod follow;
 mod queries;
+mod recent;
 mod register;
 mod restore;
 mod snapshots;
@@ -38,7 +39,7 @@ use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterId, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::view::{DigestView, ViewPage, ViewPageRequest};
+use warmroute_proto::view::{DigestView, ReplicaFaults, ViewPage, ViewPageRequest};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fair_lock::FairRwLock;
@@ -48,6 +49,7 @@ use crate::query;
 use crate::snapshot::Schedule;
 use crate::snapshot::policy::ReadProgress;
 use follow::CutRequest;
+use recent::RecentEvents;
 
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
@@ -98,6 +100,8 @@ pub struct Replica {
     pub url: Option<String>,
 }
 
+type Refusals = Box<dyn Fn() -> Vec<String> + Send + Sync>;
+
 type MetricsText = Box<dyn Fn() -> String + Send + Sync>;
 
 /// A task of the service ended before the service was stopped.
@@ -130,6 +134,9 @@ struct Shared {
     connection: watch::Receiver<Connection>,
     metrics: Metrics,
     more_metrics: OnceLock<MetricsText>,
+    refusals: OnceLock<Refusals>,
+    answers_too_large: RecentEvents,
+    turned_away: RecentEvents,
     /// None if this replica writes no snapshots.
     snapshot_every_secs: OnceLock<u64>,
     /// The writer makes cuts: no writer waits for the lock then, and so no reader.
@@ -163,6 +170,9 @@ impl Service {
             connection: plane.connection(),
             metrics: Metrics::new()?,
             more_metrics: OnceLock::new(),
+            refusals: OnceLock::new(),
+            answers_too_large: RecentEvents::default(),
+            turned_away: RecentEvents::default(),
             snapshot_every_secs: OnceLock::new(),
             cuts,
         };
@@ -194,6 +204,14 @@ impl Service {
     pub fn with_metrics(self, more: impl Fn() -> String + Send + Sync + 'static) -> Self {
         // Set once, here.
         drop(self.worker.shared.more_metrics.set(Box::new(more)));
+        self
+    }
+
+    /// Shows `doctor` what the server refuses to its user.
+    #[must_use]
+    pub fn with_refusals(self, refusals: impl Fn() -> Vec<String> + Send + Sync + 'static) -> Self {
+        // Set once, here.
+        drop(self.worker.shared.refusals.set(Box::new(refusals)));
         self
     }
 
@@ -306,6 +324,22 @@ impl Handle {
             snapshot_every_secs: self.shared.snapshot_every_secs.get().copied(),
             ..page
         }
+    }
+
+    /// What went wrong within the last ten minutes.
+    #[must_use]
+    pub fn faults(&self) -> ReplicaFaults {
+        let refusals = self.shared.refusals.get();
+        ReplicaFaults {
+            answers_too_large: self.shared.answers_too_large.count(now()),
+            turned_away: self.shared.turned_away.count(now()),
+            refused: refusals.map_or_else(Vec::new, |refusals| refusals()),
+        }
+    }
+
+    /// Counts an HTTP request that found no free slot.
+    pub(crate) fn turned_away(&self) {
+        self.shared.turned_away.add(now());
     }
 
     #[must_use]

@@ -26,6 +26,7 @@ use warmroute_proto::roster::{
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
+use warmroute_proto::view::{ReplicaFaults, ReplicaFaultsRequest};
 use warmroute_proto::{LocalHash, LogPosition, Source, codec};
 
 /// Log bytes that hold some 200 records of 64 blocks.
@@ -620,6 +621,10 @@ async fn an_answer_that_does_not_fit_is_counted() {
         1
     );
     let subject = own_subject(&plane).await;
+    let faults: ReplicaFaults = request(&plane, &subject, &ReplicaFaultsRequest {})
+        .await
+        .unwrap();
+    assert_eq!((faults.answers_too_large, faults.turned_away), (1, 0));
     let (rows, pages) = whole_roster(&plane, &subject).await;
     assert_eq!(rows.len(), 600);
     assert!(pages > 1);

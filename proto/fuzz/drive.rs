@@ -12,7 +12,7 @@ use warmroute_proto::registry::{
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
-use warmroute_proto::view::{ViewPage, ViewPageRequest};
+use warmroute_proto::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
 use warmroute_proto::{Heartbeat, Record};
 
 /// Gives bytes to every decoder: an error, or a message that encodes to the same bytes, so that no
@@ -61,6 +61,8 @@ fn messages(data: &[u8]) {
     canonical::<RosterPage>(data);
     canonical::<HolderQuery>(data);
     canonical::<HolderAnswer>(data);
+    canonical::<ReplicaFaultsRequest>(data);
+    canonical::<ReplicaFaults>(data);
 }
 
 fn canonical<M: Message>(data: &[u8]) {

@@ -26,7 +26,7 @@ use crate::registry::{
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::tenant_use::TenantReport;
-use crate::view::{ViewPage, ViewPageRequest};
+use crate::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
 use crate::{Heartbeat, Record};
 
 /// The version that is written. Every version up to it is read.
@@ -134,6 +134,8 @@ kinds! {
     HolderQuery = 27,
     HoldQuery = 29,
     TenantReport = 32,
+    ReplicaFaultsRequest = 33,
+    ReplicaFaults = 34,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -45,6 +45,21 @@ pub struct ViewPage {
     pub more: bool,
 }
 
+/// Asks an indexer replica what went wrong there. Earlier versions do not answer.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ReplicaFaultsRequest {}
+
+/// What went wrong at an indexer replica within the last ten minutes. Counts end at 255.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct ReplicaFaults {
+    /// Answers to routers that were larger than a message of the plane may be.
+    pub answers_too_large: u8,
+    /// HTTP requests that found no free slot.
+    pub turned_away: u8,
+    /// What the plane's server refuses its user: `publish` or `subscribe`, and the subject.
+    pub refused: Vec<String>,
+}
+
 /// One source as a replica holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SourceView {

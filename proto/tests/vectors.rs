@@ -39,7 +39,9 @@ use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
 };
 use warmroute_proto::tenant_use::{TenantReport, TenantUse, UnitUse};
-use warmroute_proto::view::{SourceFault, SourceView, ViewPage, ViewPageRequest};
+use warmroute_proto::view::{
+    ReplicaFaults, ReplicaFaultsRequest, SourceFault, SourceView, ViewPage, ViewPageRequest,
+};
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
     LogPosition, LogTime, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
@@ -458,6 +460,13 @@ fn golden_samples_of_views() {
         },
     );
     golden("view", &view());
+    golden("faults_ask", &ReplicaFaultsRequest {});
+    let faults = ReplicaFaults {
+        answers_too_large: 1,
+        turned_away: 255,
+        refused: vec!["subscribe wr.prod.hb.>".into()],
+    };
+    golden("faults", &faults);
 }
 
 #[test]
@@ -680,7 +689,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => TenantReport::KIND,
+        _ => ReplicaFaults::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();

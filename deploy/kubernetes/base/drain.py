@@ -1,25 +1,30 @@
 """preStop hook of a worker: drains it at a router and waits until its requests have ended.
 
 The drain ends with this life of the worker. Without an answer of any router the hook ends after
-DRAIN_SECONDS like one whose requests do not end: the engine then gets SIGTERM.
+DRAIN_SECONDS like one whose requests do not end: the engine then gets SIGTERM. It fails earlier if
+the routers refuse its key: an undrained worker goes on getting requests.
 """
 
 import json
 import os
+import sys
 import time
+import urllib.error
 import urllib.request
 
 # A router that gets the drain late may send a request for about a second.
 QUIET_SECONDS = 2
+# A router applies a change of its keys within two seconds.
+REFUSED_SECONDS = 5
 DEADLINE = time.monotonic() + float(os.environ.get("DRAIN_SECONDS", "120"))
+KEY_FILE = os.environ.get("WARMROUTE_ADMIN_KEY_FILE")
 WORKER = f"{os.environ['WARMROUTE_ADMIN_URL']}/admin/workers/{os.environ['POD_NAME']}/drain"
 
 
 def headers():
     found = {"X-Warmroute-Admin": "1"}
-    path = os.environ.get("WARMROUTE_ADMIN_KEY_FILE")
-    if path and os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
+    if KEY_FILE and os.path.exists(KEY_FILE):
+        with open(KEY_FILE, encoding="utf-8") as file:
             found["Authorization"] = f"Bearer {file.read().strip()}"
     return found
 
@@ -30,9 +35,14 @@ def call(method, url):
         return json.load(answer)
 
 
+def is_refusal(error):
+    return isinstance(error, urllib.error.HTTPError) and error.code in (401, 403)
+
+
 def main():
-    drained = quiet_since = None
+    drained = quiet_since = refused_since = None
     while time.monotonic() < DEADLINE:
+        failure = None
         try:
             if drained is None:
                 call("POST", f"{WORKER}?until=restart")
@@ -40,8 +50,14 @@ def main():
             is_idle = call("GET", WORKER)["requests"] == 0
         except (OSError, ValueError, KeyError) as error:
             print(f"no usable answer of a router: {error}", flush=True)
-            is_idle = False
+            is_idle, failure = False, error
         now = time.monotonic()
+        if drained is None and is_refusal(failure):
+            refused_since = refused_since or now
+            if now - refused_since >= REFUSED_SECONDS:
+                sys.exit(f"not drained: {failure}; WARMROUTE_ADMIN_KEY_FILE is {KEY_FILE}")
+        else:
+            refused_since = None
         quiet_since = (quiet_since or now) if is_idle else None
         if quiet_since and now - quiet_since >= QUIET_SECONDS:
             return

@@ -63,26 +63,9 @@ pub(super) fn operator(system_account: &str) -> Value {
     json!({"type": "operator", "version": 2, "system_account": system_account})
 }
 
-/// An account with JetStream, whose users are signed with scoped keys.
-pub(super) fn account(scopes: Vec<Value>) -> Value {
-    let mut account = system_account();
-    account["limits"]["mem_storage"] = (-1).into();
-    account["limits"]["disk_storage"] = (-1).into();
-    account["limits"]["streams"] = (-1).into();
-    account["limits"]["consumer"] = (-1).into();
-    account["signing_keys"] = scopes.into();
-    account["revocations"] = json!({});
-    account
-}
-
-pub(super) fn system_account() -> Value {
-    json!({
-        "type": "account", "version": 2,
-        "limits": {
-            "subs": -1, "data": -1, "payload": -1, "imports": -1, "exports": -1, "wildcards": true,
-            "conn": -1, "leaf": -1,
-        },
-    })
+/// An account's permission for another to import its private exports.
+pub(super) fn activation(subject: &str, kind: &str) -> Value {
+    json!({"type": "activation", "version": 2, "subject": subject, "kind": kind})
 }
 
 /// A user without permissions of its own: a scoped key signs no other.

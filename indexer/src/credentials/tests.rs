@@ -46,19 +46,22 @@ impl Operator {
         run(&step, &Namespace::from("prod"), NOW + 1)
     }
 
-    fn tokens(&self) -> Vec<String> {
-        let text = fs::read_to_string(self.path().join(ACCOUNTS)).unwrap();
+    fn tokens(&self, file: &str) -> Vec<String> {
+        let text = fs::read_to_string(self.path().join(file)).unwrap();
         let tokens = text
             .split_whitespace()
             .filter(|word| word.starts_with("ey"));
         tokens.map(str::to_owned).collect()
     }
 
-    fn account(&self) -> Value {
-        let mut claims = self.tokens().into_iter().map(|token| verified(&token));
-        claims
-            .find(|claims| claims["nats"]["signing_keys"].is_array())
-            .unwrap()
+    /// The claims about the operator and the accounts of the plane, the shims and the system.
+    fn claims(&self, file: &str) -> [Value; 4] {
+        let claims = self
+            .tokens(file)
+            .iter()
+            .map(|token| verified(token))
+            .collect();
+        Vec::try_into(claims).unwrap()
     }
 }
 
@@ -67,13 +70,96 @@ impl Operator {
 fn the_guide_names_every_permission_of_a_shim() {
     let guide = include_str!("../../../deploy/nats/README.md");
     let (_, section) = guide.split_once("### In an operator that exists").unwrap();
-    let block = section.split("```").nth(1).unwrap();
+    let block = section.split("```").nth(3).unwrap();
     let (publish, subscribe) = block.split_once("subscribe").unwrap();
     let template = roles::template("shim", "prod");
     for (side, listed) in [("pub", publish), ("sub", subscribe)] {
-        let listed: Vec<&str> = listed.split('"').skip(1).step_by(2).collect();
-        assert_eq!(json!(listed), template[side]["allow"], "{side}");
+        assert_eq!(json!(quoted(listed)), template[side]["allow"], "{side}");
     }
+}
+
+#[test]
+fn the_guide_names_all_that_crosses_accounts() {
+    let guide = include_str!("../../../deploy/nats/README.md");
+    let (_, section) = guide.split_once("### In an operator that exists").unwrap();
+    let block = section.split("```").nth(1).unwrap();
+    let [_, plane, shims, system] = Operator::new().claims(ACCOUNTS);
+    let mut crossing = Vec::new();
+    for account in [system, plane, shims] {
+        let list = |name: &str| {
+            account["nats"][name]
+                .as_array()
+                .cloned()
+                .unwrap_or_default()
+        };
+        for import in list("imports") {
+            let [subject, local] = ["subject", "local_subject"].map(|field| import[field].clone());
+            let renamed = Some(local).filter(|local| *local != subject && local.is_string());
+            crossing.push(subject);
+            crossing.extend(renamed);
+        }
+        for (from, to) in account["nats"]["mappings"]
+            .as_object()
+            .into_iter()
+            .flatten()
+        {
+            crossing.extend([json!(from), to[0]["subject"].clone()]);
+        }
+        crossing.extend(
+            list("exports")
+                .iter()
+                .map(|export| export["subject"].clone()),
+        );
+    }
+    assert_eq!(json!(quoted(block)), json!(crossing));
+}
+
+fn quoted(text: &str) -> Vec<&str> {
+    text.split('"').skip(1).step_by(2).collect()
+}
+
+/// The server refuses others, and without the first import it imports the whole API.
+#[test]
+fn no_imports_overlap_and_the_api_is_replaced() {
+    let [_, plane, shims, _] = Operator::new().claims(ACCOUNTS);
+    for account in [plane, shims] {
+        let imports = account["nats"]["imports"].as_array().unwrap();
+        let services = imports.iter().filter(|import| import["type"] == "service");
+        let local: Vec<&str> = services
+            .map(|import| import["local_subject"].as_str().unwrap())
+            .collect();
+        assert_eq!(local[0], "$JS.API.>");
+        for (index, subject) in local.iter().enumerate() {
+            for other in &local[index + 1..] {
+                let mut tokens = subject.split('.').zip(other.split('.'));
+                let apart = tokens.any(|(one, other)| ![one, other].contains(&"*") && one != other);
+                let lengths = [subject, other].map(|subject| subject.split('.').count());
+                assert!(apart || lengths[0] != lengths[1], "{subject} {other}");
+            }
+        }
+    }
+}
+
+#[test]
+fn only_shims_may_import_from_the_plane_and_only_resize_imports_a_change() {
+    let operator = Operator::new();
+    let [_, plane, shims, _] = operator.claims(ACCOUNTS);
+    let exports = plane["nats"]["exports"].as_array().unwrap();
+    assert!(exports.iter().all(|export| export["token_req"] == true));
+    for import in shims["nats"]["imports"].as_array().unwrap() {
+        let token = verified(import["token"].as_str().unwrap());
+        assert_eq!(
+            (&token["iss"], &token["sub"]),
+            (&plane["sub"], &shims["sub"])
+        );
+        assert_eq!(token["nats"]["kind"], import["type"]);
+    }
+    assert!(shims["nats"]["limits"]["disk_storage"].is_null());
+    let [_, mut changes, ..] = operator.claims(RESIZE);
+    let imports = changes["nats"]["imports"].as_array_mut().unwrap();
+    let change = imports.pop().unwrap();
+    assert_eq!(change["subject"], "$JS.API.STREAM.UPDATE.wr_prod");
+    assert_eq!(changes["nats"], plane["nats"]);
 }
 
 #[test]
@@ -101,7 +187,7 @@ fn verified(token: &str) -> Value {
 #[test]
 fn a_user_is_signed_by_the_key_of_its_role_and_has_no_permissions_of_its_own() {
     let operator = Operator::new();
-    let account = operator.account();
+    let [_, _, account, _] = operator.claims(ACCOUNTS);
     let printed = operator.sign("shim.nk", "w.0").unwrap();
     let token = printed.lines().nth(1).unwrap();
     let user = verified(token);
@@ -169,22 +255,21 @@ fn every_role_has_what_its_user_of_the_shipped_file_has() {
 #[test]
 fn a_revocation_is_signed_by_the_operator_and_changes_nothing_else() {
     let operator = Operator::new();
-    let (before, tokens) = (operator.account(), operator.tokens());
     let user = KeyPair::new_user().public_key();
+    let before = [ACCOUNTS, RESIZE].map(|file| operator.claims(file));
     operator.revoke(&user).unwrap();
-    let mut after = operator.account();
-    assert_eq!(
-        after["nats"]["revocations"],
-        json!({ user.as_str(): NOW + 1 })
-    );
-    after["nats"]["revocations"] = json!({});
-    after["iat"] = NOW.into();
-    assert_eq!(after, before);
-    let kept = operator
-        .tokens()
-        .into_iter()
-        .filter(|token| tokens.contains(token));
-    assert_eq!((kept.count(), tokens.len()), (2, 3));
+    for (file, before) in [ACCOUNTS, RESIZE].into_iter().zip(before) {
+        let mut after = operator.claims(file);
+        for account in &mut after[1..3] {
+            let revoked = json!({ user.as_str(): NOW + 1 });
+            assert_eq!(account["nats"]["revocations"], revoked);
+            account["nats"]["revocations"] = json!({});
+            account["iat"] = NOW.into();
+        }
+        assert_eq!(after, before);
+    }
+    fs::remove_file(operator.path().join(RESIZE)).unwrap();
+    operator.revoke(&user).expect("earlier versions made none");
     assert!(
         operator
             .revoke(&KeyPair::new_account().public_key())
@@ -209,7 +294,9 @@ fn keys_are_not_overwritten_or_confused() {
         let entry = entry.unwrap();
         let mode =
             std::os::unix::fs::PermissionsExt::mode(&entry.metadata().unwrap().permissions());
-        let is_secret = entry.file_name() != ACCOUNTS;
+        let is_secret = ![ACCOUNTS, RESIZE]
+            .map(Into::into)
+            .contains(&entry.file_name());
         assert_eq!(mode & 0o77 == 0, is_secret, "{}", entry.path().display());
     }
 }

@@ -9,10 +9,13 @@ use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, timeout, timeout_at};
 use warmroute_plane::{LogStatus, NamespaceSetup, Plane, PlaneError, RegistryEvent};
+use warmroute_proto::codec::Message;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::snapshot::SnapshotRef;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::view::{PAGE_SOURCES_MAX, ViewPage, ViewPageRequest};
+use warmroute_proto::view::{
+    PAGE_SOURCES_MAX, ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest,
+};
 use warmroute_proto::{Heartbeat, LocalHash, Namespace, Record, Source, codec};
 
 use super::registry::sources;
@@ -81,7 +84,8 @@ impl PlaneReader {
         );
         let listened = listened.elapsed();
         let (heartbeats, foreign) = heartbeats?;
-        let views = self.views(before.indexers.keys().cloned()).await;
+        let ids = || before.indexers.keys().cloned();
+        let (views, faults) = tokio::join!(self.views(ids()), self.faults(ids()));
         // After the views, for the same reason.
         let log_after = self.log().await;
         // Last, so that it contains every generation in use.
@@ -94,6 +98,7 @@ impl PlaneReader {
             before,
             last_records,
             views,
+            faults,
             heartbeats,
             foreign,
             listened,
@@ -216,9 +221,22 @@ impl PlaneReader {
             after,
             sources_max: PAGE_SOURCES_MAX,
         };
-        let ask = Bytes::from(codec::encode(&ask).map_err(unreadable)?);
+        self.ask(id, &ask).await
+    }
+
+    /// Faults of those replicas that report them.
+    async fn faults(&self, ids: impl Iterator<Item = String>) -> BTreeMap<String, ReplicaFaults> {
+        let faults = ids.map(|id| async move {
+            let faults = self.ask(&id, &ReplicaFaultsRequest {}).await;
+            faults.ok().map(|faults| (id, faults))
+        });
+        join_all(faults).await.into_iter().flatten().collect()
+    }
+
+    async fn ask<Q: Message, A: Message>(&self, id: &str, request: &Q) -> Result<A, PlaneError> {
+        let request = Bytes::from(codec::encode(request).map_err(unreadable)?);
         let subject = self.subjects.query_at(id);
-        let answer = self.plane.request(subject, ask, VIEW_DEADLINE).await?;
+        let answer = self.plane.request(subject, request, VIEW_DEADLINE).await?;
         codec::decode(&answer).map_err(unreadable)
     }
 

@@ -90,7 +90,8 @@ codes! {
     IndexersMissing = "indexers_missing", Warning,
         "start the missing replicas, or correct --expect-indexers";
     IndexerNotReady = "indexer_not_ready", Warning,
-        "it is starting, or cut off from NATS: look at its log if this lasts";
+        "it is starting, cut off from NATS, or without a permission: its log has a WARN that names \
+         what to grant";
     IndexerBehind = "indexer_behind", Warning,
         "it does not keep up with the log: give it processor time, or look at its disk of NATS";
     ShimSilent = "shim_silent", Warning,
@@ -101,7 +102,7 @@ codes! {
          user and change its password";
     ShimWithoutLease = "shim_without_lease", Warning,
         "it reports on its worker without holding the lock: it should end within 6 s; if not, \
-         stop it";
+         its log may name a permission to grant; else stop it";
     TwoShims = "two_shims", Warning,
         "two processes have this --worker-id: stop one of them";
     EngineUnhealthy = "engine_unhealthy", Warning,
@@ -131,8 +132,9 @@ codes! {
         "not credited. no_proof: see the shim, of all sources: NATS; shim_gone: start it; memory: \
          raise --max-memory on every replica";
     SourceStale = "source_stale", Warning,
-        "not credited, may be wrong: the shim's log names the last generation's reason; restart \
-         the shim if this lasts";
+        "not credited, may be wrong: the shim's log names the cause: records that the log does not \
+         take (a permission, a limit of the stream or account), or the last generation's reason; \
+         restart the shim if it names none";
     SourceCatchingUp = "source_catching_up", Warning,
         "not credited while its image is under way: if this lasts, look at the shim's outbox and \
          at NATS's disk";
@@ -141,8 +143,9 @@ codes! {
     SourceBeginsAgain = "source_begins_again", Warning,
         "resyncs go in circles: the shim's metric warmroute_shim_resyncs_total names the reason";
     SourcePartial = "source_partial", Warning,
-        "blocks from before the shim's start are missing: give the shim --state-dir, and clear \
-         the engine's cache once (POST /reset_prefix_cache) or restart it";
+        "blocks from before the shim's start, or from before an event that it cannot read (its log \
+         names the type), are missing: give the shim --state-dir, and clear the engine's cache \
+         once (POST /reset_prefix_cache) or restart it";
     StreamResized = "stream_resized", Warning,
         "a stream differs from what `init` made: set it back with `nats stream edit`, or write \
          the meant value into the stream's metadata";
@@ -175,13 +178,21 @@ codes! {
     RegistryUnreadable = "registry_unreadable", Warning,
         "a newer version wrote it, or it is damaged: upgrade this tool, or restart the key's owner";
     PermissionMissing = "permission_missing", Warning,
-        "give this user what deploy/nats/nats.conf gives its user `doctor`";
+        "give this user, or the indexer's, what deploy/nats/nats.conf gives it";
+    AnswersTooLarge = "answers_too_large", Warning,
+        "routers decide such prompts without this index: raise max_payload of the NATS servers, or \
+         shorten workers' names";
+    ApiOverloaded = "api_overloaded", Warning,
+        "dumps or queries over HTTP find no free slot: find the client that sends them; routers' \
+         queries have places of their own";
     SourceWithoutEvents = "source_without_events", Note,
         "no event of its engine was seen: routed by what the routers sent there (`approximate`). If \
          it should publish, set its --kv-events-config and let the shim reach the endpoint";
     SourceUnverified = "source_unverified", Note,
         "credited, but losses cannot be seen: give the engine a replay_endpoint in \
-         --kv-events-config. For seconds after a reset of the engine's cache no action is needed";
+         --kv-events-config; or its attention is such that a hit cannot be computed from events: \
+         the shim's log names what to assume. For seconds after a reset of the engine's cache no \
+         action is needed";
     TierUnverified = "tier_unverified", Note,
         "credited, but its connector is not known to publish removals: the shim's log names what \
          to assume";

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use warmroute_proto::view::{PAGE_SOURCES_MAX, SourceView, ViewPage};
+use warmroute_proto::view::{PAGE_SOURCES_MAX, ReplicaFaults, SourceView, ViewPage};
 use warmroute_proto::{Digest, Generation, RecordNumber, Source};
 
 use super::page::duration;
@@ -28,6 +28,9 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
             }
             Err(_) => {}
         }
+    }
+    for (id, faults) in &state.faults {
+        judge_faults(id, faults, findings);
     }
     if state.registry.indexers.is_empty() && answered == 0 {
         findings.add(Code::NoIndexer, "indexers");
@@ -72,6 +75,20 @@ fn judge_replica(
         findings.add(Code::IndexerBehind, format!("{id}: {lagging}"));
     } else if !view.ready {
         findings.add(Code::IndexerNotReady, id);
+    }
+}
+
+fn judge_faults(id: &str, faults: &ReplicaFaults, findings: &mut Findings) {
+    for refused in &faults.refused {
+        findings.add(Code::PermissionMissing, format!("indexer {id}: {refused}"));
+    }
+    for (code, count) in [
+        (Code::AnswersTooLarge, faults.answers_too_large),
+        (Code::ApiOverloaded, faults.turned_away),
+    ] {
+        if count > 0 {
+            findings.add(code, format!("indexer {id}: {count} within ten minutes"));
+        }
     }
 }
 

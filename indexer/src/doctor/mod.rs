@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use warmroute_plane::{LogStatus, NamespaceSetup};
 use warmroute_proto::snapshot::SnapshotPointer;
-use warmroute_proto::view::ViewPage;
+use warmroute_proto::view::{ReplicaFaults, ViewPage};
 use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
 
 pub use finding::{Code, Finding, Severity};
@@ -57,6 +57,8 @@ pub struct PlaneState {
     pub last_records: BTreeMap<Source, LastRecord>,
     /// View of each replica, or why there is none.
     pub views: BTreeMap<String, Result<ViewPage, String>>,
+    /// Faults of each replica whose version reports them.
+    pub faults: BTreeMap<String, ReplicaFaults>,
     pub heartbeats: BTreeMap<Source, ShimHeartbeats>,
     /// Number of heartbeats whose payload names another source than their subject, by subject.
     pub foreign: BTreeMap<String, u64>,

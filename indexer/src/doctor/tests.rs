@@ -207,6 +207,7 @@ fn healthy() -> PlaneState {
             fit: Some(LogMatch::Same),
             outdated_unix_ns: Some(NOW - 5 * SECOND),
         }],
+        faults: [("a".to_owned(), ReplicaFaults::default())].into(),
         complaint: None,
         probes: None,
         unix_ns: NOW,
@@ -290,6 +291,17 @@ fn streams_are_judged() {
     });
     check(Code::PermissionMissing, |state| {
         state.complaint = Some("permissions violation".to_owned());
+    });
+    check(Code::PermissionMissing, |state| {
+        let faults = state.faults.entry("a".to_owned()).or_default();
+        faults.refused.push("subscribe wr.prod.hb.>".to_owned());
+    });
+    check(Code::AnswersTooLarge, |state| {
+        let faults = state.faults.entry("a".to_owned()).or_default();
+        faults.answers_too_large = 1;
+    });
+    check(Code::ApiOverloaded, |state| {
+        state.faults.entry("a".to_owned()).or_default().turned_away = 255;
     });
     check(Code::ClockSkew, |state| {
         state.setup.clock.as_mut().unwrap().ahead_ms = -5000;

@@ -7,6 +7,7 @@
 
 use tokio::sync::Semaphore;
 use warmroute_proto::codec::Message;
+use warmroute_proto::view::ReplicaFaultsRequest;
 
 use super::*;
 
@@ -64,6 +65,9 @@ impl Worker {
         let payload = &request.payload;
         let answer = match codec::kind(payload) {
             Some(ViewPageRequest::KIND) => answered(payload, |ask| handle.view(&ask)),
+            Some(ReplicaFaultsRequest::KIND) => {
+                answered(payload, |_: ReplicaFaultsRequest| handle.faults())
+            }
             Some(HoldQuery::KIND) => answered(payload, |query| handle.hold(&query)),
             Some(RosterPageRequest::KIND) => answered(payload, |ask| handle.roster(&ask)),
             Some(HolderQuery::KIND) => answered(payload, |query| handle.holders(&query)),
@@ -79,6 +83,7 @@ impl Worker {
                         max, "an answer is larger than a message of the plane may be"
                     );
                     failed(QueryOutcome::TooLarge);
+                    self.shared.answers_too_large.add(now());
                 }
                 // The plane reports an answer that is too large to its requester.
                 request.reply.send(answer.into());

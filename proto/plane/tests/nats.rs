@@ -516,6 +516,13 @@ async fn only_init_sets_up_and_nobody_repairs() {
             .to_string()
             .contains("wr_t: max_age is 0ns, must be bounded")
     );
+    let mut narrow = stream.info().await.unwrap().config.clone();
+    narrow.max_message_size = 4096;
+    jetstream.update_stream(narrow).await.unwrap();
+    let refused = NatsPlane::init(config(&server), sizes()).await.err();
+    let must_be = "wr_t: max_msg_size is 4096, must be -1, or at least 1048576";
+    let refused = refused.unwrap().to_string();
+    assert!(refused.contains(must_be), "{refused}");
 }
 
 /// What lies in the store may be damaged: it is no reason to run out of memory, nor to miss the

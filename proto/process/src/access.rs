@@ -364,14 +364,43 @@ async fn check(State(guard): State<RouteGuard>, request: Request, next: Next) ->
     if needed == Role::Read {
         return next.run(request).await;
     }
-    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let peer = request.extensions().get::<PeerAddress>();
-    let peer = peer.map(|peer| peer.0.to_string());
+    let mut change = AuditedChange {
+        key,
+        peer: peer.map(|peer| peer.0.to_string()),
+        method: request.method().clone(),
+        path: request.uri().to_string(),
+        status: None,
+    };
     let response = next.run(request).await;
-    let (key, peer) = (key.as_ref().map_or("-", KeyId::as_str), peer.as_deref());
-    let status = response.status().as_u16();
-    tracing::info!(key, peer, %method, path, status, "admin change");
+    change.status = Some(response.status().as_u16());
     response
+}
+
+/// A permitted change. It is logged when it is dropped: the server drops a handler whose client
+/// leaves, which may have had its effect.
+struct AuditedChange {
+    key: Option<KeyId>,
+    peer: Option<String>,
+    method: Method,
+    /// With the query.
+    path: String,
+    status: Option<u16>,
+}
+
+impl Drop for AuditedChange {
+    fn drop(&mut self) {
+        let Self {
+            key,
+            peer,
+            method,
+            path,
+            status,
+        } = self;
+        let key = key.as_ref().map_or("-", KeyId::as_str);
+        let peer = peer.as_deref();
+        tracing::info!(key, peer, %method, path, status, "admin change");
+    }
 }
 
 #[cfg(test)]

@@ -43,6 +43,13 @@ impl Nats {
         metrics_text(connection, &stats.unwrap_or_default())
     }
 
+    /// See [`NatsPlane::refused_permissions`].
+    #[must_use]
+    pub fn refused_permissions(&self) -> Vec<String> {
+        let plane = self.joining.plane();
+        plane.map_or_else(Vec::new, NatsPlane::refused_permissions)
+    }
+
     /// See [`NatsPlane::last_server_error`].
     #[must_use]
     pub fn last_server_error(&self) -> Option<String> {

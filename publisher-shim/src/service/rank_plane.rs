@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::mpsc;
+use tokio::time::error::Elapsed;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, warn};
@@ -77,8 +78,9 @@ impl RankPlane {
     pub(super) async fn append_all(self, mut queue: mpsc::Receiver<(AppendId, Bytes)>) {
         let subject = self.subjects.records(&self.source);
         let mut unacknowledged = FuturesUnordered::new();
+        let mut warned = false;
         loop {
-            let answer = tokio::select! {
+            let (id, appended) = tokio::select! {
                 // The acknowledgements first: their number is bounded by the queue's.
                 biased;
                 Some(answer) = unacknowledged.next() => answer,
@@ -91,17 +93,27 @@ impl RankPlane {
                     match timeout(PLANE_DEADLINE, append).await {
                         Ok(Ok(acknowledged)) => {
                             unacknowledged.push(async move {
-                                match timeout(ACK_DEADLINE, acknowledged).await {
-                                    Ok(Ok(position)) => PlaneAnswer::Appended(id, position),
-                                    Ok(Err(error)) => not_appended(id, &error),
-                                    Err(_) => PlaneAnswer::NotAppended(id),
-                                }
+                                let answer = timeout(ACK_DEADLINE, acknowledged).await;
+                                (id, answer.unwrap_or_else(|late| Err(unavailable(&late))))
                             });
                             continue;
                         }
-                        Ok(Err(error)) => not_appended(id, &error),
-                        Err(_) => PlaneAnswer::NotAppended(id),
+                        Ok(Err(error)) => (id, Err(error)),
+                        Err(late) => (id, Err(unavailable(&late))),
                     }
+                }
+            };
+            let answer = match appended {
+                Ok(position) => {
+                    warned = false;
+                    PlaneAnswer::Appended(id, position)
+                }
+                Err(error) => {
+                    if !warned {
+                        warned = true;
+                        warn!(source = %self.source, %error, "the log takes no record of this source");
+                    }
+                    not_appended(id, &error)
                 }
             };
             if self.answers.send(answer).await.is_err() {
@@ -207,6 +219,10 @@ impl RankPlane {
         let entry: GenerationEntry = self.decoder.decode(value)?;
         Some(entry.generation)
     }
+}
+
+fn unavailable(late: &Elapsed) -> PlaneError {
+    PlaneError::Unavailable(late.to_string())
 }
 
 fn not_appended(id: AppendId, error: &PlaneError) -> PlaneAnswer {

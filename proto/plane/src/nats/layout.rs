@@ -26,6 +26,9 @@ const MADE_MAX_AGE_SECS: &str = "warmroute-max-age-secs";
 /// The shortest that the server accepts. No message has an id.
 const DUPLICATE_WINDOW: Duration = Duration::from_millis(100);
 
+/// More than the largest message that a stream keeps, a chunk of a snapshot.
+const STORED_BYTES_MAX: i32 = 1 << 20;
+
 /// How long a key's end stays visible to disconnected watchers.
 pub(super) const MARKER_TTL: Duration = Duration::from_secs(60);
 
@@ -241,6 +244,17 @@ pub(super) fn stream_differences(
     );
     faults.equal("sealed", &is.sealed, &false);
     faults.equal("no_ack", &is.no_ack, &false);
+    let per_subject = is.discard_new_per_subject;
+    faults.equal("discard_new_per_subject", &per_subject, &false);
+    let counter = is.allow_message_counter;
+    faults.equal("allow_msg_counter", &counter, &false);
+    if wanted.allow_rollup {
+        faults.equal("allow_rollup_hdrs", &is.allow_rollup, &true);
+    }
+    if (1..STORED_BYTES_MAX).contains(&is.max_message_size) {
+        let must_be = format!("-1, or at least {STORED_BYTES_MAX}");
+        faults.add("max_msg_size", is.max_message_size, must_be);
+    }
     let moved = is.mirror.is_some() || is.sources.is_some() || is.subject_transform.is_some();
     faults.equal("mirror, sources or transform", &moved, &false);
     if is.persist_mode == Some(PersistenceMode::Async) {

@@ -202,6 +202,10 @@ impl NatsLink {
         lock(&self.permissions).is_publish_refused(subject)
     }
 
+    pub(super) fn refused_permissions(&self) -> Vec<String> {
+        lock(&self.permissions).list()
+    }
+
     fn publish_usable(&self) {
         // Under the lock, so that the last writer has seen the last change.
         let permissions = lock(&self.permissions);

@@ -106,6 +106,13 @@ impl NatsPlane {
         stats
     }
 
+    /// What the server refuses to this user: `publish` or `subscribe`, and the subject to grant. At
+    /// most 64. A refused publication counts for ten minutes.
+    #[must_use]
+    pub fn refused_permissions(&self) -> Vec<String> {
+        self.core.link.refused_permissions()
+    }
+
     /// The last error that the server reported, if any. A missing permission shows nowhere else.
     #[must_use]
     pub fn last_server_error(&self) -> Option<String> {

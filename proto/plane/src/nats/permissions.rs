@@ -22,6 +22,9 @@ const PUBLISH_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 /// Bound on the refusals kept; publish permissions are forgotten first.
 const REFUSALS_MAX: usize = 64;
 
+/// The permission to answer requests.
+const ALLOW_RESPONSES: &str = "allow_responses";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum RefusedOperation {
     Publish,
@@ -59,10 +62,14 @@ impl PermissionViolation {
         Some(Self { operation, subject })
     }
 
-    /// The subject to grant: without the random parts of inboxes, consumers and chunks.
+    /// The subject to grant: without the random parts of inboxes, consumers and chunks. For an
+    /// answer to another's inbox, the permission to answer.
     pub(super) fn grant(&self) -> String {
         let tokens: Vec<&str> = self.subject.split('.').collect();
         match tokens.as_slice() {
+            ["_INBOX", ..] if self.operation == RefusedOperation::Publish => {
+                ALLOW_RESPONSES.to_owned()
+            }
             ["_INBOX", user, _, ..] => format!("_INBOX.{user}.>"),
             ["$JS", "API", "CONSUMER", "MSG", "NEXT", stream, ..] => {
                 format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.>")
@@ -143,6 +150,16 @@ impl RefusedPermissions {
     pub(super) fn is_publish_refused(&self, subject: &str) -> bool {
         let key = (RefusedOperation::Publish, subject.to_owned());
         self.refusals.contains_key(&key)
+    }
+
+    /// What is refused: the operation and the subject to grant. Refused answers are not listed: a
+    /// reload of the server's accounts refuses those in progress once, and who may answer nothing
+    /// could not answer with this list.
+    pub(super) fn list(&self) -> Vec<String> {
+        let refusals = self.refusals.keys();
+        let refusals = refusals.filter(|(_, grant)| grant != ALLOW_RESPONSES);
+        let refusals = refusals.map(|(operation, grant)| format!("{} {grant}", operation.as_str()));
+        refusals.collect()
     }
 
     /// Forgets what the connection with this epoch accepted. Returns whether to reconnect now.

@@ -54,6 +54,58 @@ async fn status(router: &Router, method: &str, path: &str, headers: &[(&str, &st
     response.status().as_u16()
 }
 
+/// What is logged on this thread while it lives.
+#[derive(Clone, Default)]
+struct LogLines(Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl std::io::Write for LogLines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_change_is_logged_with_its_key_even_if_its_client_leaves() {
+    let lines = LogLines::default();
+    let writer = lines.clone();
+    let logs = tracing_subscriber::fmt().with_writer(move || writer.clone());
+    let _logged = tracing::subscriber::set_default(logs.with_ansi(false).finish());
+    let access = PortAccess::new(BindScope::Network, || some_keys().into());
+    let never = post(std::future::pending::<&'static str>);
+    let health = get(|| async { "alive" });
+    let router = RouteTable::<()>::default()
+        .route("/drain", RouteAccess::ByMethod, post(ok))
+        .route("/slow", RouteAccess::ByMethod, never)
+        .probes(&health, &health)
+        .guarded(&access);
+    let bearer = format!("Bearer {OPERATE}");
+    let headers = [("authorization", &*bearer), ("x-warmroute-admin", "1")];
+    let changed = status(&router, "POST", "/drain?until=restart", &headers).await;
+    assert_eq!(changed, 200);
+    let left = status(&router, "POST", "/slow", &headers);
+    let answered = tokio::time::timeout(std::time::Duration::ZERO, left).await;
+    assert!(answered.is_err(), "the client leaves");
+    let logged = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+    let logged: Vec<&str> = logged
+        .lines()
+        .filter(|line| line.contains("admin change"))
+        .collect();
+    let [changed, left] = logged[..] else {
+        panic!("{logged:?}");
+    };
+    for (line, path) in [(changed, "/drain?until=restart"), (left, "/slow")] {
+        assert!(line.contains("key=\"ops\""), "{line}");
+        assert!(line.contains(&format!("path={path:?}")), "{line}");
+        assert!(!line.contains(OPERATE), "{line}");
+    }
+    assert!(changed.contains("status=200"), "{changed}");
+    assert!(!left.contains("status"), "{left}");
+}
+
 #[tokio::test]
 async fn a_key_opens_what_its_role_permits() {
     for bound in [BindScope::Loopback, BindScope::Network] {

@@ -41,9 +41,21 @@ fn every_wrong_field_is_named() {
         is.duplicate_window = Duration::from_secs(120);
     });
     check("metadata", &|is| is.metadata.clear());
+    check("max_msg_size", &|is| is.max_message_size = 4096);
+    check("discard_new_per_subject", &|is| {
+        is.discard_new_per_subject = true
+    });
+    check("allow_msg_counter", &|is| is.allow_message_counter = true);
     check("persist_mode", &|is| {
         is.persist_mode = Some(PersistenceMode::Async);
     });
+    let mut roomy = wanted.clone();
+    roomy.max_message_size = 8 << 20;
+    assert_eq!(stream_differences(&roomy, &wanted, Sizes::Bounded), []);
+    let mut plain = registry.clone();
+    plain.allow_rollup = false;
+    let found = stream_differences(&plain, &registry, Sizes::Bounded);
+    assert_eq!(found[0].field, "allow_rollup_hdrs");
     assert_eq!(resized(&wanted), []);
     let mut other = wanted.clone();
     other.max_bytes += 1;

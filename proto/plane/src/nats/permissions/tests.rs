@@ -32,8 +32,9 @@ fn grants_cover_random_subjects() {
         assert_eq!(refused(RefusedOperation::Publish, subject).grant(), grant);
     };
     check("wr.prod.kv.worker-0.0", "wr.prod.kv.worker-0.0");
-    check("_INBOX.indexer.Xa9.17", "_INBOX.indexer.>");
-    check("_INBOX.indexer.Xa9.*", "_INBOX.indexer.>");
+    check("_INBOX.router.Xa9.17", "allow_responses");
+    let inbox = refused(RefusedOperation::Subscribe, "_INBOX.indexer.Xa9.*");
+    assert_eq!(inbox.grant(), "_INBOX.indexer.>");
     check("$O.wr_prod.C.Xa9", "$O.wr_prod.>");
     let next = "$JS.API.CONSUMER.MSG.NEXT.wr_prod";
     check(&format!("{next}.Xa9"), &format!("{next}.>"));
@@ -71,6 +72,16 @@ fn a_refused_subscription_reconnects_with_backoff_until_it_is_accepted() {
     assert!(permissions.refused(&hb(), again, epoch), "logged again");
     assert!(!permissions.poll(again, epoch));
     assert!(permissions.poll(again + BACKOFF_MIN, epoch));
+}
+
+#[test]
+fn refused_answers_are_not_listed() {
+    let start = Instant::now();
+    let mut permissions = RefusedPermissions::new(start);
+    permissions.refused(&hb(), start, 1);
+    let answer = refused(RefusedOperation::Publish, "_INBOX.router.Xa9.17");
+    assert!(permissions.refused(&answer, start, 1), "logged");
+    assert_eq!(permissions.list(), ["subscribe wr.prod.hb.>"]);
 }
 
 #[test]
