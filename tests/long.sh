@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # The checks that take minutes to hours. Run before a release.
+#
+#   tests/long.sh [REF]   the version beside this one; without it the oldest that is supported
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/lib.sh
@@ -12,3 +14,6 @@ need_nats_server
 need_command prometheus prometheus
 SCALE_TO=40 cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
   scaling::workers_come_and_go
+
+step "parts of two versions on one plane"
+tests/mixed-versions.sh "${1:-6969b18}"

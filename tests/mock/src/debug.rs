@@ -12,6 +12,7 @@ use warmroute_sim::sim::{HeldPrefix, Medium};
 
 use crate::error::Error;
 use crate::generate::parse;
+use crate::rank::StrangeMessage;
 use crate::server::Server;
 
 /// Applies to every rank unless one is named. Absent fields keep their value.
@@ -25,6 +26,8 @@ struct Fault {
     hang: Option<bool>,
     /// Clears the cache. From then on clears are not published, or are again.
     mute_clears: Option<bool>,
+    /// Publishes one message that no known vLLM sends.
+    publish: Option<StrangeMessage>,
     /// Status of `/health`, for the whole server.
     health: Option<u16>,
 }
@@ -82,6 +85,9 @@ pub(crate) async fn fault(
                 faults.hang = fault.hang.unwrap_or(faults.hang);
                 faults.mute_clears = fault.mute_clears.unwrap_or(faults.mute_clears);
             });
+            if let Some(message) = fault.publish {
+                rank.publish_strange(message);
+            }
             if fault.mute_clears.is_some() {
                 rank.reset_prefix_cache();
             }

@@ -19,8 +19,10 @@ fn render(server: &Server) -> String {
     let mut text = MetricsPage::default();
     let args = &server.args.engine;
     text.head("cache_config_info", "gauge");
+    // Sliding-window groups hold blocks beside the pool's, at most as many.
+    let groups = 1 + args.sliding_groups as u64;
     // vLLM sums the blocks of all ranks, in every rank's line.
-    let blocks = u64::from(args.num_blocks) * server.ranks.len() as u64;
+    let blocks = u64::from(args.num_blocks) * groups * server.ranks.len() as u64;
     for rank in &server.ranks {
         let labels = format!(
             "block_size=\"{}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"{}\",\

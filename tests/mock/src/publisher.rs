@@ -42,6 +42,8 @@ const QUEUE_MAX: i32 = 100_000;
 const QUEUE_NAME: &str = "inproc://batches";
 const LIVE: &[u8] = b"live";
 const REPLAY_ONLY: &[u8] = b"replay only";
+/// A live message without a sequence number, which no replay returns.
+const UNNUMBERED: &[u8] = b"unnumbered";
 const STOP: &[u8] = b"stop";
 /// Replaces the sequence number after the last batch of a replay.
 const END_OF_REPLAY: [u8; 8] = [0xFF; 8];
@@ -90,6 +92,11 @@ impl Publisher {
             Delivery::ReplayOnly => REPLAY_ONLY,
         };
         self.send(&[kind, &sequence.to_be_bytes(), payload]);
+    }
+
+    /// Sends a live message of two frames: topic and payload.
+    pub fn publish_unnumbered(&self, payload: &[u8]) {
+        self.send(&[UNNUMBERED, b"", payload]);
     }
 
     /// Closes the sockets. Later batches are dropped.
@@ -189,6 +196,9 @@ impl Sockets {
         };
         if kind == LIVE {
             let frames = [self.topic.as_bytes(), &sequence, &payload];
+            self.live.send_multipart(frames, 0)?;
+        } else if kind == UNNUMBERED {
+            let frames = [self.topic.as_bytes(), &payload];
             self.live.send_multipart(frames, 0)?;
         }
         if let Ok(sequence) = <[u8; 8]>::try_from(sequence.as_slice()) {

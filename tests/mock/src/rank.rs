@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
+use serde::Deserialize;
 use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -83,6 +84,18 @@ pub(crate) struct Faults {
     pub(crate) hang: bool,
     /// Clears its cache without publishing it.
     pub(crate) mute_clears: bool,
+}
+
+/// A message that no known vLLM sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum StrangeMessage {
+    /// A batch of one event whose type is unknown.
+    UnknownEvent,
+    /// A numbered payload that is no batch.
+    UnreadablePayload,
+    /// An empty batch without a sequence number.
+    TwoFrames,
 }
 
 /// The cache as of the last published batch.
@@ -334,6 +347,31 @@ impl Rank {
         if !changes.is_empty() {
             state.published.last_change = Some(sequence);
         }
+    }
+
+    pub(crate) fn publish_strange(&self, message: StrangeMessage) {
+        let encoded = match message {
+            StrangeMessage::UnknownEvent => self.encoder.unknown_event(unix_seconds()),
+            // MessagePack never uses this byte.
+            StrangeMessage::UnreadablePayload => Ok(vec![0xC1]),
+            StrangeMessage::TwoFrames => self.encoder.encode(unix_seconds(), &[]),
+        };
+        let payload = match encoded {
+            Ok(payload) => payload,
+            Err(error) => {
+                warn!(%error, "a message cannot be encoded");
+                return;
+            }
+        };
+        let mut state = self.lock();
+        if message == StrangeMessage::TwoFrames {
+            self.publisher.publish_unnumbered(&payload);
+            return;
+        }
+        let sequence = state.published.next;
+        state.published.next += 1;
+        state.published.last = Some(sequence);
+        self.publisher.publish(sequence, &payload, Delivery::Live);
     }
 
     fn abort(&self, id: RequestId) {

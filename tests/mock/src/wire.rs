@@ -42,6 +42,8 @@ enum WireEvent<'a> {
         group_idx: u32,
     },
     AllBlocksCleared,
+    /// Known to no decoder.
+    BlocksMoved,
 }
 
 #[derive(Serialize)]
@@ -72,6 +74,15 @@ impl Encoder {
         events: &[CacheEvent],
     ) -> Result<Vec<u8>, rmp_serde::encode::Error> {
         let events = events.iter().map(|event| self.event(event)).collect();
+        rmp_serde::to_vec_named(&Batch(unix_seconds, events, self.rank))
+    }
+
+    /// A batch of one event whose type no decoder knows.
+    pub(crate) fn unknown_event(
+        &self,
+        unix_seconds: f64,
+    ) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+        let events = vec![WireEvent::BlocksMoved];
         rmp_serde::to_vec_named(&Batch(unix_seconds, events, self.rank))
     }
 

@@ -178,7 +178,7 @@ impl Life {
     fn publish(&mut self, events: &[CacheEvent]) -> Result<u64, String> {
         let seq = self.batches.len() as u64;
         let time = (self.config.life % 1000) as f64 + seq as f64;
-        // The engine model has no windows: what they leave usable is read from the wire alone.
+        // The engine lists the main group's blocks: what windows leave usable is read from the wire.
         let has_windows = self.config.groups.len() > 1;
         let mut truth: BTreeSet<Pair> = self
             .engine

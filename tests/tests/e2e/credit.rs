@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use fastrand::Rng;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::fleet::traffic::{Served, request, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
@@ -32,13 +32,20 @@ async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
     fleet.until_idle().await;
 }
 
-/// Sends requests one by one. Each credit must be what the engine reports. Returns the credited
-/// tokens, and how many requests the index did not answer in time.
 pub(crate) async fn compare_credit(fleet: &Fleet, requests: u32) -> (u64, u32) {
     let mut rng = Rng::with_seed(1);
+    let requests = (0..requests).map(|_| request(&mut rng));
+    compare_credit_of(fleet, requests).await
+}
+
+/// Sends requests one by one. Each credit must be what the engine reports. Returns the credited
+/// tokens, and how many requests the index did not answer in time.
+pub(crate) async fn compare_credit_of(
+    fleet: &Fleet,
+    requests: impl Iterator<Item = (&'static str, Value)>,
+) -> (u64, u32) {
     let (mut hits, mut late) = (0, 0);
-    for number in 0..requests {
-        let (path, body) = request(&mut rng);
+    for (number, (path, body)) in requests.enumerate() {
         let served = serve(fleet, path, &body).await;
         check(&served);
         if served.is_without_answer() {

@@ -1,6 +1,6 @@
 //! The live page of the admin port, in a real Chromium.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use warmroute_process::access::keys;
 
 use crate::browser::{Browser, Screen};
 use crate::fleet::traffic::{request, serve};
-use crate::fleet::{Engines, Flags, Fleet, Mode, Place, report};
+use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode, Place, report};
 
 const DESK: Screen = Screen {
     width: 1280,
@@ -36,6 +36,25 @@ const SCREENS: [Screen; 3] = [
         height: 2160,
         scheme: "dark",
     },
+];
+
+/// A long prompt is computed during several states of the page.
+const SLOW: [&str; 4] = ["--itl-ms", "5", "--prefill-tokens-per-sec", "4000"];
+const LONG_PROMPT: u32 = 16_000;
+
+/// Roles of the accessibility tree that need a name. A page has one `main` and one `banner`.
+const NAMED: [&str; 11] = [
+    "button",
+    "checkbox",
+    "dialog",
+    "figure",
+    "image",
+    "link",
+    "navigation",
+    "region",
+    "searchbox",
+    "table",
+    "textbox",
 ];
 
 const PICTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/live-page.png");
@@ -101,6 +120,22 @@ fn row(worker: &str) -> String {
     format!("({rows}.find((row) => row.cells[0].innerText === '{worker}')?.innerText ?? '')")
 }
 
+/// A script: the rows of a table, as objects of their cells' texts by the text of the column's head.
+fn rows(table: &str) -> String {
+    format!(
+        "const heads = [...document.querySelectorAll('{table} thead th')]
+          .map((head) => head.innerText.trim().replace(/\\s+/g, ' '));
+        const rows = [...document.querySelectorAll('{table} tbody tr')].map((row) =>
+          Object.fromEntries(heads.map((head, at) => [head, row.cells[at].innerText])));"
+    )
+}
+
+/// An expression: whether a row of a table meets a condition on `row`.
+fn has_row(table: &str, condition: &str) -> String {
+    let rows = rows(table);
+    format!("(() => {{ {rows} return rows.some((row) => {condition}); }})()")
+}
+
 /// An expression: how many states the page has shown.
 const STATES: &str = "Number(document.body.dataset.states ?? 0)";
 
@@ -131,7 +166,7 @@ async fn it_shows_the_fleet_and_what_happens_to_it() {
         indexers: 2,
         routers: 2,
     };
-    let fleet = Fleet::start(mode, engines(3, &["--profile", "fast"]), Flags::default()).await;
+    let fleet = Fleet::start(mode, engines(3, &SLOW), Flags::default()).await;
     let started = Instant::now();
     let mut rng = Rng::with_seed(11);
     for _ in 0..20 {
@@ -142,6 +177,20 @@ async fn it_shows_the_fleet_and_what_happens_to_it() {
     browser.screen(DESK).await;
     browser.open(&fleet.admin(0, "/")).await;
     assert_shows_all(&fleet, &browser).await;
+    assert_shows_load(&fleet, &browser).await;
+    let parts = named(&browser).await;
+    let expected = [
+        "button",
+        "checkbox",
+        "image",
+        "region",
+        "searchbox",
+        "table",
+    ];
+    assert!(
+        expected.iter().all(|role| parts.contains(role)),
+        "{parts:?}"
+    );
     assert_readable(&browser).await;
     let shown = number(&browser, STATES).await;
     let further = format!("{STATES} >= {shown} + 3");
@@ -176,14 +225,96 @@ async fn assert_shows_all(fleet: &Fleet, browser: &Browser) {
     browser.until("the hit rate", &hit).await;
     let peer = "/following\\s+equal/.test(document.getElementById('routers').innerText)";
     browser.until("the other router, in step", peer).await;
-    let ready = "document.getElementById('indexers').innerText.match(/ready/g)?.length === 2";
-    browser.until("both indexers", ready).await;
+    let indexers = format!(
+        "(() => {{ {} return rows.length === 2 && rows.every((row) => row['State'] === 'ready'
+          && row['Behind records'] === '0' && /^[\\d.,]+ (ms|s)$/.test(row['At the end ago'])); }})()",
+        rows("#indexers")
+    );
+    browser
+        .until("both indexers and how far they are behind", &indexers)
+        .await;
+    let reason = r"[...document.querySelectorAll('#decisions .why')].some(({ innerText: text }) =>
+        /^[\d.,]+ m?s less than worker-\d, mostly \w+; \d+ blocks cached there \(exact\)$/.test(text))";
+    browser.until("why a worker was chosen", reason).await;
     browser
         .run("document.querySelector('#decisions details').open = true")
         .await;
     let terms = "document.querySelector('#decisions details[open]').innerText";
     let terms = format!("/chosen[^]*Request/.test({terms})");
     browser.until("the terms of a decision", &terms).await;
+}
+
+/// A stream through its prefill and its decoding, in the row of its worker and in the charts.
+async fn assert_shows_load(fleet: &Fleet, browser: &Browser) {
+    let prompt: Vec<u32> = (0..LONG_PROMPT).map(|at| 300 + at * 11 % 1000).collect();
+    let body = json!({ "model": "mock", "prompt": prompt, "max_tokens": 3000, "stream": true });
+    let url = format!("{}/v1/completions", fleet.routers[0].base());
+    let request = fleet.http.post(url).json(&body).send();
+    let prefill = "row['Active requests'] === '1' && row['Prefill tokens'] === '16,000'";
+    let prefill = has_row("#sources", prefill);
+    let shown = browser.until("a request whose prompt is being computed", &prefill);
+    let (stream, ()) = tokio::join!(request, shown);
+    let stream = stream.unwrap();
+    let worker = stream.headers()["x-warmroute-worker"].to_str().unwrap();
+    let decode = format!(
+        "row['Worker'] === '{worker}' && row['Active requests'] === '1'
+        && row['Prefill tokens'] === '0' && /^1,\\d{{3}}$/.test(row['Decode blocks'])
+        && /^[\\d.,]+ m?s$/.test(row['TTFT average'])"
+    );
+    let decode = has_row("#sources", &decode);
+    browser.until("the request generates", &decode).await;
+    for (chart, value) in [
+        ("ttft", r"now p50 [\d.,]+ m?s, p95 [\d.,]+ m?s$"),
+        (
+            "hits",
+            r"now credited by the index \d+ %, reported by engines \d+ %$",
+        ),
+    ] {
+        let drawn = format!(
+            "/{value}/.test(document.querySelector('#{chart} svg').ariaLabel)
+            && [...document.querySelectorAll('#{chart} path')].every((line) =>
+              /^M.*L/.test(line.getAttribute('d')))"
+        );
+        browser.until(chart, &drawn).await;
+    }
+    let worker = worker.to_owned();
+    drop(stream);
+    fleet.until_idle().await;
+    fleet.until_indexed().await;
+    let digest = fleet.get(format!("{}/v1/digest", fleet.indexes()[0])).await;
+    let sources = digest["sources"].as_array().unwrap();
+    let source = sources.iter().find(|source| source["worker"] == *worker);
+    let blocks = source.unwrap()["blocks"].as_u64().unwrap();
+    assert!(blocks >= u64::from(LONG_PROMPT) / BLOCK, "{blocks}");
+    let cached = format!(
+        "row['Worker'] === '{worker}' && row['Active requests'] === '0'
+        && row['Cached blocks'].replaceAll(',', '') === '{blocks}'"
+    );
+    let cached = has_row("#sources", &cached);
+    browser
+        .until("its blocks, and that it ended", &cached)
+        .await;
+}
+
+/// Each part of the page that a screen reader lists has a name. Returns the parts' roles.
+async fn named(browser: &Browser) -> BTreeSet<&'static str> {
+    let tree = browser.devtools("Accessibility.getFullAXTree", json!({}));
+    let tree = tree.await;
+    let nodes = tree["nodes"].as_array().unwrap();
+    let (mut seen, mut unnamed) = (BTreeSet::new(), Vec::new());
+    for node in nodes.iter().filter(|node| node["ignored"] == false) {
+        let role = node["role"]["value"].as_str().unwrap_or("");
+        let Some(role) = NAMED.into_iter().find(|named| *named == role) else {
+            continue;
+        };
+        seen.insert(role);
+        let name = node["name"]["value"].as_str().unwrap_or("");
+        if name.trim().is_empty() {
+            unnamed.push(role);
+        }
+    }
+    assert_eq!(unnamed, [""; 0], "roles without a name");
+    seen
 }
 
 async fn assert_shows_changes(fleet: &Fleet, browser: &Browser) {
@@ -276,6 +407,12 @@ async fn show_two_hundred_workers(engines_port: u16) {
     browser.open(&fleet.admin(0, "/")).await;
     let asks = "document.querySelector('dialog[open]')";
     browser.until("it asks for the key", asks).await;
+    let parts = named(&browser).await;
+    let expected = ["button", "dialog", "textbox"];
+    assert!(
+        expected.iter().all(|role| parts.contains(role)),
+        "{parts:?}"
+    );
     browser.press("wr-wrong\u{e007}").await;
     let refused = "document.getElementById('login-error').innerText.includes('not accept')";
     browser.until("a wrong key is refused", refused).await;

@@ -33,6 +33,7 @@ macro_rules! on_both_planes {
 }
 
 mod abuse;
+mod access_log;
 mod adapters;
 mod browser;
 mod churn;
@@ -56,6 +57,9 @@ mod resume;
 mod scaling;
 mod separation;
 mod sglang;
+mod strange_events;
+mod tiers;
 mod tls;
+mod windows;
 mod without_events;
 mod workers;

@@ -1,16 +1,21 @@
-//! Workers of an embedded router come and go by API and file; SIGHUP ends no process.
+//! Workers of an embedded router come and go by API and file, and end by the manifests' hook;
+//! SIGHUP ends no process.
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use fastrand::Rng;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
+use tokio::task::spawn_blocking;
+use warmroute_process::access::keys;
 
 use crate::fleet::traffic::{request, send, serve};
 use crate::fleet::{Engines, Flags, Fleet, Mode, Place, worker_name};
+use crate::prometheus::deploy;
 
 const ENGINES: Engines = Engines {
     count: 2,
@@ -240,4 +245,71 @@ async fn sighup_ends_no_process_and_workers_of_nats_are_not_added() {
     for process in all {
         assert!(process.is_running());
     }
+}
+
+/// Runs the preStop hook of the manifests in the pod of the first worker.
+async fn hook(fleet: &Fleet, key: &str) -> Output {
+    let file = fleet.file("admin.key");
+    fs::write(&file, key).unwrap();
+    let mut command = Command::new("python3");
+    command
+        .arg(deploy("kubernetes/base/drain.py"))
+        .env("WARMROUTE_ADMIN_URL", fleet.admin(0, ""))
+        .env("WARMROUTE_ADMIN_KEY_FILE", file)
+        .env("POD_NAME", worker_name(0))
+        .env("DRAIN_SECONDS", "60");
+    let run = move || command.output().expect("python3 starts");
+    spawn_blocking(run).await.unwrap()
+}
+
+/// With a key that routers refuse, the hook fails and does not wait for its end.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_hook_of_a_pod_drains_with_a_key_that_may() {
+    let place = Place::new();
+    let [operate, read] = ["operate", "read"].map(|role| {
+        let (key, hash) = keys::generate().unwrap();
+        let hash = hash.to_hex();
+        let row = format!("{{ id = \"{role}\", sha256 = \"{hash}\", role = \"{role}\" }}");
+        (key, row)
+    });
+    let config = place.path("router.toml");
+    let rows = [&*operate.1, &*read.1].join(", ");
+    let settings = format!("[admin]\nexplain_headers = \"all\"\nkeys = [{rows}]\n");
+    fs::write(&config, settings).unwrap();
+    let flags = Flags {
+        router: vec!["--config", String::leak(config.display().to_string())].leak(),
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(Mode::Embedded, ENGINES, flags).await;
+    let state = async || {
+        let url = fleet.admin(0, "/admin/workers/worker-0/drain");
+        let answer = fleet.http.get(url).bearer_auth(&*read.0).send().await;
+        answer.unwrap().json::<Value>().await.unwrap()
+    };
+    for (key, refusal) in [("wr-wrong", "401"), (&*read.0, "403")] {
+        let ended = hook(&fleet, key).await;
+        let error = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(1), "{error}");
+        assert!(
+            error.starts_with("not drained: ") && error.contains(refusal),
+            "{error}"
+        );
+        assert_eq!(state().await["state"], "serving");
+    }
+
+    let long = json!({"model": "mock", "prompt": "Count.", "max_tokens": 200, "stream": true});
+    let stream = loop {
+        let answer = send(&fleet, "/v1/completions", &long).await;
+        if answer.headers()["x-warmroute-worker"] == "worker-0" {
+            break answer;
+        }
+    };
+    let (ended, text) = tokio::join!(hook(&fleet, &operate.0), stream.text());
+    assert!(ended.status.success(), "{ended:?}");
+    assert!(text.unwrap().ends_with("data: [DONE]\n\n"));
+    let state = state().await;
+    assert_eq!(
+        (&state["state"], &state["until"], &state["requests"]),
+        (&json!("draining"), &json!("restart"), &json!(0))
+    );
 }

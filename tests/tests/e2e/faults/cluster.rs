@@ -1,11 +1,14 @@
 //! Three nats-servers with three replicas of each stream.
 
-use serde_json::json;
-use tokio::time::Instant;
-use warmroute_plane::NatsPlane;
+use std::time::Duration;
 
-use super::{Scene, api, connect};
-use crate::fleet::{Access, Flags, Fleet, NAMESPACE, cluster};
+use serde_json::json;
+use tokio::time::{Instant, sleep};
+use warmroute_plane::{NatsPlane, Plane as _};
+use warmroute_proto::subject::Subjects;
+
+use super::{Scene, api, connect, positions};
+use crate::fleet::{Access, Flags, Fleet, NAMESPACE, cluster, worker_name};
 use crate::nats_server::NatsServer;
 
 /// The log's leader is killed under load and restarted; then the next leader. An indexer starts
@@ -30,13 +33,7 @@ async fn leader_killed() {
             .is_right_after("leader killed, indexer restarted")
             .await;
         let since = Instant::now();
-        let mut server = scene.fleet.parts().server.lock().await;
-        let mut peers = scene.fleet.parts().peers.lock().await;
-        match leader.checked_sub(1) {
-            None => server.restart().await,
-            Some(peer) => peers[peer].restart().await,
-        }
-        drop((server, peers));
+        restart(&scene.fleet, leader).await;
         let copied = async |_: &Fleet| lagging(&plane).await == Some(0);
         scene.fleet.until("three copies again", copied).await;
         println!("three copies {:?} after it was back", since.elapsed());
@@ -45,6 +42,110 @@ async fn leader_killed() {
     assert_ne!(led[0], led[1], "another node led");
     scene.is_right_after("both back").await;
     scene.end().await;
+}
+
+/// The log has two servers, the registry three. Without one of the log's, leases are renewed and
+/// records are not acknowledged.
+#[tokio::test(flavor = "multi_thread")]
+async fn log_without_a_leader() {
+    let flags = Flags {
+        access: Access::Cluster,
+        init: &["--replicas", "3"],
+        ..Flags::default()
+    };
+    let scene = Scene::start(3000, 2000, flags).await;
+    let plane = connect(&scene.fleet).await;
+    let mut config = info(&plane).await.expect("the log")["config"].take();
+    config["num_replicas"] = 2.into();
+    let updated = api(&plane, &format!("STREAM.UPDATE.wr_{NAMESPACE}"), &config).await;
+    assert!(updated.is_some_and(|answer| answer["error"].is_null()));
+    let two = async |_: &Fleet| follower(&plane).await.is_some();
+    scene.fleet.until("two copies of the log", two).await;
+    let follower = follower(&plane).await.expect("a follower");
+    // Otherwise the registry would be without a leader too, until it has elected one.
+    let led_elsewhere = async |_: &Fleet| leads_elsewhere_than(&plane, follower).await;
+    scene
+        .fleet
+        .until("another node leads the registry", led_elsewhere)
+        .await;
+    scene.is_right_after("two copies of the log").await;
+
+    with_node(&scene.fleet, follower, |node| node.kill()).await;
+    let since = Instant::now();
+    let uncredited = async |fleet: &Fleet| {
+        scene.watch.check();
+        credited(fleet).await == 0
+    };
+    let named = "no source is credited";
+    scene.fleet.until(named, uncredited).await;
+    println!(
+        "{named} {:?} after the log lost its leader",
+        since.elapsed()
+    );
+    let subjects = Subjects::new(&NAMESPACE.into());
+    let lease = async || {
+        let key = subjects.shim_key(&worker_name(0).as_str().into());
+        let lease = plane.get(key).await.expect("the registry answers");
+        lease.expect("a lease").revision
+    };
+    let earlier = lease().await;
+    let without_the_log = Instant::now();
+    let renewed = async |fleet: &Fleet| {
+        assert_eq!(credited(fleet).await, 0, "without the log");
+        scene.watch.check();
+        lease().await > earlier && without_the_log.elapsed() > Duration::from_secs(5)
+    };
+    scene
+        .fleet
+        .until("a lease is renewed, so the registry has a leader", renewed)
+        .await;
+
+    restart(&scene.fleet, follower).await;
+    scene.is_right_after("the log has a leader").await;
+    scene.end().await;
+}
+
+/// Sources that an indexer credits.
+async fn credited(fleet: &Fleet) -> usize {
+    let mut credited = 0;
+    for index in fleet.indexes() {
+        let sources = positions(fleet, &index).await.unwrap_or_default();
+        let states = sources.iter().map(|(_, state, _)| state.as_str());
+        credited += states
+            .filter(|state| ["exact", "partial"].contains(state))
+            .count();
+    }
+    credited
+}
+
+/// The node with the log's one other copy, once there are two that are equal.
+async fn follower(plane: &NatsPlane) -> Option<usize> {
+    let info = info(plane).await?;
+    let [copy] = info["cluster"]["replicas"].as_array()?.as_slice() else {
+        return None;
+    };
+    let name = copy["name"].as_str().filter(|_| copy["current"] == true)?;
+    (0..usize::from(cluster::NODES)).find(|&index| cluster::node(index) == name)
+}
+
+/// Whether the registry has a leader that is not this node, which gives the role up if it leads.
+async fn leads_elsewhere_than(plane: &NatsPlane, node: usize) -> bool {
+    let registry = format!("KV_wr_{NAMESPACE}");
+    let info = api(plane, &format!("STREAM.INFO.{registry}"), &json!({})).await;
+    let leader = info.unwrap_or_default()["cluster"]["leader"].take();
+    if leader == cluster::node(node) {
+        let step_down = format!("STREAM.LEADER.STEPDOWN.{registry}");
+        api(plane, &step_down, &json!({})).await;
+        return false;
+    }
+    leader.is_string()
+}
+
+async fn restart(fleet: &Fleet, node: usize) {
+    match node.checked_sub(1) {
+        None => fleet.parts().server.lock().await.restart().await,
+        Some(peer) => fleet.parts().peers.lock().await[peer].restart().await,
+    }
 }
 
 async fn leader(fleet: &Fleet, plane: &NatsPlane) -> usize {

@@ -280,6 +280,15 @@ impl Fleet {
         self.place.path(name)
     }
 
+    /// The log of the process that follows the first engine.
+    pub(crate) fn shim_log(&self) -> String {
+        let name = match &self.distributed {
+            Some(_) => "shim-0.log",
+            None => "router.log",
+        };
+        std::fs::read_to_string(self.file(name)).expect("a log")
+    }
+
     /// The admin URL of one router.
     pub(crate) fn admin(&self, router: usize, path: &str) -> String {
         let port = &self.routers[router].said["admin_port"];

@@ -12,8 +12,8 @@ use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
-    Access, Company, Engines, Fleet, INDEXER, Links, Proxy, cluster, signal, strings, text,
-    worker_name,
+    Access, Company, Engines, Fleet, INDEXER, Links, Proxy, cluster, router_ports, signal, strings,
+    text, worker_name,
 };
 use crate::nats_server::NatsServer;
 
@@ -130,13 +130,17 @@ impl Distributed {
         key.lines().next().expect("a key").to_owned()
     }
 
-    /// A connection as a user of the shipped file.
+    /// A connection as a user of the shipped file, or as a signed user.
     pub(crate) async fn client(&self, user: &str) -> Client {
-        let (options, inbox) = if user == "router" {
-            (ConnectOptions::with_nkey(SEED.to_owned()), KEY)
+        let (options, inbox) = if matches!(self.access, Access::SignedUsers) {
+            let file = ConnectOptions::with_credentials_file(self.credentials(user)).await;
+            (file.expect("credentials"), self.user_key(user))
+        } else if user == "router" {
+            (ConnectOptions::with_nkey(SEED.to_owned()), KEY.to_owned())
         } else {
             let (name, password) = (user.to_owned(), PASSWORD.to_owned());
-            (ConnectOptions::with_user_and_password(name, password), user)
+            let options = ConnectOptions::with_user_and_password(name, password);
+            (options, user.to_owned())
         };
         let options = options.custom_inbox_prefix(format!("_INBOX.{inbox}"));
         options.connect(self.urls()).await.expect("a connection")
@@ -314,8 +318,17 @@ impl Fleet {
     }
 
     pub(crate) async fn add_router(&mut self) {
-        let mut arguments = self.parts().plane_flags("router");
-        arguments.extend(self.router_arguments());
+        self.start_router(self.router_arguments()).await;
+    }
+
+    /// Adds a router with other flags than the fleet's.
+    pub(crate) async fn add_router_with(&mut self, flags: &[&str]) {
+        self.start_router([router_ports(), strings(flags)].concat())
+            .await;
+    }
+
+    async fn start_router(&mut self, flags: Vec<String>) {
+        let arguments = [self.parts().plane_flags("router"), flags].concat();
         let log = self
             .place
             .path(&format!("router-{}.log", self.routers.len()));

@@ -4,7 +4,7 @@ use fastrand::Rng;
 use reqwest::Response;
 use serde_json::{Value, json};
 
-use super::Fleet;
+use super::{BLOCK, Fleet};
 
 /// A request and its answer.
 pub(crate) struct Served {
@@ -16,6 +16,8 @@ pub(crate) struct Served {
     /// What the decision rests on.
     pub(crate) basis: String,
     pub(crate) state: String,
+    /// The state of each tier.
+    pub(crate) tier_states: String,
     pub(crate) prompt_tokens: u64,
     pub(crate) cached_tokens: u64,
 }
@@ -70,6 +72,14 @@ pub(crate) fn request(rng: &mut Rng) -> (&'static str, Value) {
     ("/v1/completions", body)
 }
 
+/// A completion of whole blocks and one token, with a beginning of its own.
+pub(crate) fn prompt(first: u64, blocks: u64) -> Value {
+    let tokens: Vec<u64> = (0..=blocks * BLOCK)
+        .map(|at| 300 + (first * 131 + at * 7) % 1000)
+        .collect();
+    json!({"model": "mock", "prompt": tokens, "max_tokens": 1})
+}
+
 /// Sends a request to the next router.
 pub(crate) async fn send(fleet: &Fleet, path: &str, body: &Value) -> Response {
     let request = fleet.http.post(fleet.url(path)).json(body);
@@ -102,6 +112,7 @@ pub(crate) async fn read(answer: Response) -> Served {
     );
     let (dp_rank, served_by_rank) = (number("x-warmroute-dp-rank"), number("x-mock-dp-rank"));
     let basis = header("x-warmroute-basis");
+    let tier_states = header("x-warmroute-tier-states");
     let overlap_blocks = number("x-warmroute-overlap-blocks");
     let body: Value = answer.json().await.expect("JSON");
     assert!(status.is_success(), "{status}: {body}");
@@ -121,6 +132,7 @@ pub(crate) async fn read(answer: Response) -> Served {
         overlap_blocks,
         basis,
         state,
+        tier_states,
         prompt_tokens: prompt_tokens.expect("a count") + read.unwrap_or(0),
         cached_tokens,
     }

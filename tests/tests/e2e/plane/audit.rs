@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::fleet::traffic::{Served, serve};
+use crate::fleet::traffic::{Served, prompt, serve};
 use crate::fleet::{BLOCK, Company, Engines, Flags, Fleet, Mode};
 
 const MODE: Mode = Mode::Nats {
@@ -18,14 +18,6 @@ const LONG: Duration = Duration::from_secs(600);
 
 /// After so long a recheck that was not answered is forgotten, and another may follow.
 const ABANDONED: Duration = Duration::from_secs(40);
-
-/// A prompt of whole blocks and one token, with a beginning of its own.
-fn prompt(first: u64, blocks: u64) -> Value {
-    let tokens: Vec<u64> = (0..=blocks * BLOCK)
-        .map(|at| 300 + (first * 131 + at * 7) % 1000)
-        .collect();
-    json!({"model": "mock", "prompt": tokens, "max_tokens": 1})
-}
 
 async fn complete(fleet: &Fleet, body: &Value) -> Served {
     serve(fleet, "/v1/completions", body).await

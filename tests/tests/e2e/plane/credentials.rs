@@ -8,7 +8,7 @@ use warmroute_process::nats;
 use super::doctor::look;
 use super::equality::until_equal;
 use crate::fleet::{Access, Engines, Flags, Fleet, INDEXER, Mode, NAMESPACE, runbook, worker_name};
-use crate::scaling::{Clients, assert_content, drain};
+use crate::scaling::{Clients, REPLACE, assert_content, drain};
 
 const ENGINES: Engines = Engines {
     count: 2,
@@ -173,7 +173,8 @@ async fn a_signature_adds_a_worker_which_writes_in_its_own_name_only() {
 async fn replace(fleet: &Fleet, worker: usize) {
     let clients = Clients::start(fleet);
     let name = worker_name(worker);
-    assert!(drain(fleet.admin(0, ""), name.clone()).await.success());
+    let drained = drain(REPLACE, fleet.admin(0, ""), name.clone()).await;
+    assert!(drained.success());
     let (engine, shim) = (&fleet.engines[worker].process, &fleet.parts().shims[worker]);
     for process in [engine, shim] {
         process.signal("TERM");
@@ -220,5 +221,26 @@ async fn revoked_and_expired_credentials_are_warned_of_and_replaced() {
     fleet.sign_again(added).await;
 
     assert_eq!(fleet.refusals(0), [""; 0], "of the first worker");
+    assert_content(&fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_log_is_enlarged_by_a_user_for_it_while_the_servers_allow_it() {
+    let fleet = start().await;
+    let clients = Clients::start(&fleet);
+    let to = |size| ["init", "--max-bytes", size, "--wait-secs", "5", "--resize"];
+    let (daily, change) = ("operator/accounts.conf", "operator/resize.conf");
+    let (code, _) = fleet.command("resize", &to("96MiB")).await;
+    assert_ne!(code, Some(0), "the servers allow no change of a stream");
+    fleet.reload_nats(daily, change).await;
+    let allowed = async |fleet: &Fleet| fleet.command("resize", &to("96MiB")).await.0 == Some(0);
+    fleet.until("the servers allow it", allowed).await;
+    let (code, _) = fleet.command("init", &to("128MiB")).await;
+    assert_ne!(code, Some(0), "the user init may not change a stream");
+    let servers = fleet.parts().urls();
+    let names = [("nats://127.0.0.1:4222", &*servers), ("8GiB", "128MiB")];
+    fleet.follow("Enlarge the log", &names).await;
+    fleet.reload_nats(change, daily).await;
+    println!("{} requests, none failed", clients.end().await);
     assert_content(&fleet).await;
 }

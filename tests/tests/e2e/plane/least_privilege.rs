@@ -27,10 +27,18 @@ const FOREIGN: [(&str, &str); 3] = [
     ("OBJ_wr_prod", "$O.wr_prod.C.foreign"),
 ];
 
-/// The users of `deploy/nats/nats.conf` index, snapshot, restore, lead, route and replicate, and
-/// the server refuses nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_shipped_permissions_are_enough_for_all_work() {
+    do_all_work(Access::LeastPrivilege).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_permissions_of_signed_users_are_enough_for_all_work() {
+    do_all_work(Access::SignedUsers).await;
+}
+
+/// Its users index, snapshot, restore, lead, route and replicate, and the server refuses nothing.
+async fn do_all_work(access: Access) {
     let engines = Engines {
         count: 2,
         ranks: 2,
@@ -43,7 +51,7 @@ async fn the_shipped_permissions_are_enough_for_all_work() {
     };
     let flags = Flags {
         indexer: &["--snapshot-every-secs", "1"],
-        access: Access::LeastPrivilege,
+        access,
         ..Flags::default()
     };
     let fleet = Fleet::start(mode, engines, flags).await;
@@ -73,11 +81,7 @@ async fn the_shipped_permissions_are_enough_for_all_work() {
         .command("doctor", &["doctor", "--expect-indexers", "2"])
         .await;
     println!("{page}");
-    assert_eq!(
-        code,
-        Some(0),
-        "the user of nats.conf looks, and finds nothing"
-    );
+    assert_eq!(code, Some(0), "the doctor finds nothing");
 
     let mut pages: Vec<String> = fleet.indexes();
     pages.extend(fleet.parts().shims.iter().map(|shim| shim.base()));
@@ -92,10 +96,19 @@ async fn the_shipped_permissions_are_enough_for_all_work() {
     }
 }
 
-/// A reader names the subject to which the server sends what a stream keeps. An empty message deletes
-/// or purges a stream where it reaches the JetStream API.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_user_of_the_shipped_file_lets_the_server_change_a_stream() {
+    let_the_server_change_streams(Access::LeastPrivilege).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_signed_user_lets_the_server_change_a_stream() {
+    let_the_server_change_streams(Access::SignedUsers).await;
+}
+
+/// A reader names the subject to which the server sends what a stream keeps. An empty message deletes
+/// or purges a stream where it reaches the JetStream API.
+async fn let_the_server_change_streams(access: Access) {
     let engines = Engines {
         count: 1,
         ranks: 1,
@@ -108,7 +121,7 @@ async fn no_user_of_the_shipped_file_lets_the_server_change_a_stream() {
     };
     let flags = Flags {
         init: &["--max-bytes", "64MiB"],
-        access: Access::LeastPrivilege,
+        access,
         company: Company::Another,
         ..Flags::default()
     };
@@ -134,8 +147,8 @@ async fn no_user_of_the_shipped_file_lets_the_server_change_a_stream() {
     ] {
         let client = user(&fleet, name).await;
         // Indexers purge snapshots.
-        let snapshots = "$JS.API.STREAM.PURGE.OBJ_wr_prod";
-        for to in calls(&KEPT).filter(|to| to != snapshots) {
+        let snapshots = "STREAM.PURGE.OBJ_wr_prod";
+        for to in calls(&KEPT).filter(|to| !to.ends_with(snapshots)) {
             if name != "router" {
                 name_in_read(&client, read, to.clone()).await;
             }
@@ -156,9 +169,12 @@ async fn user(fleet: &Fleet, name: &str) -> Client {
     fleet.parts().client(name).await
 }
 
+/// The calls as clients name them, and as the account of signed users would import them.
 fn calls(streams: &[(&'static str, &str)]) -> impl Iterator<Item = String> {
     let calls = streams.iter().flat_map(|(stream, _)| {
-        ["DELETE", "PURGE"].map(|call| format!("$JS.API.STREAM.{call}.{stream}"))
+        ["$JS.API", "wr.prod.api"].into_iter().flat_map(move |api| {
+            ["DELETE", "PURGE"].map(|call| format!("{api}.STREAM.{call}.{stream}"))
+        })
     });
     calls.collect::<Vec<_>>().into_iter()
 }

@@ -1,9 +1,10 @@
-//! Permissions that the server takes away from a running process and gives back.
+//! Permissions and limits of a stream that change under a running process, and change back.
 //!
 //! The server reloads its configuration, removes subscriptions and keeps the connections.
 
 use std::time::Duration;
 
+use super::doctor::look;
 use super::equality::until_equal;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode, worker_name};
@@ -28,13 +29,20 @@ const NO_HEARTBEATS: &str = r#""wr.prod.query", "wr.prod.query.*"]"#;
 const INBOX: &str = r#""_INBOX.shim-worker-0.>", "wr.prod.resync.worker-0""#;
 const NO_INBOX: &str = r#""wr.prod.resync.worker-0""#;
 
+const INDEXER_INBOX: &str = r#"["_INBOX.indexer.>", "wr.prod.query","#;
+const NO_INDEXER_INBOX: &str = r#"["wr.prod.query","#;
+
 const PASSWORD: &str = "user: shim-worker-0, password: $WR_SHIM_0_PASSWORD";
 const OTHER_PASSWORD: &str = "user: shim-worker-0, password: changed";
 
 async fn start() -> Fleet {
+    start_with(Access::LeastPrivilege).await
+}
+
+async fn start_with(access: Access) -> Fleet {
     let flags = Flags {
         init: &["--max-bytes", "64MiB"],
-        access: Access::LeastPrivilege,
+        access,
         company: Company::Another,
         ..Flags::default()
     };
@@ -94,11 +102,8 @@ async fn a_shim_whose_records_are_refused_is_not_credited() {
         warnings(fleet, "shim-0.log", "wr.prod.kv.worker-0.0") > 0
     };
     fleet.until("the records are refused", refused).await;
-    let most = Duration::from_secs(8);
-    let uncredited = async |fleet: &Fleet| !is_exact(fleet).await;
-    fleet
-        .until_within(most, "the source is not credited", uncredited)
-        .await;
+    until_uncredited(&fleet).await;
+    fleet.until_found("source_stale", "worker-0/0").await;
     change_engine(&fleet).await;
     fleet.reload_nats(NO_RECORDS, RECORDS).await;
     until_equal(&fleet).await;
@@ -108,6 +113,60 @@ async fn a_shim_whose_records_are_refused_is_not_credited() {
     assert!(forced_reconnects(&fleet, &base).await < 1.0);
 }
 
+/// The registry still renews the lease, and heartbeats still arrive.
+async fn until_uncredited(fleet: &Fleet) {
+    let most = Duration::from_secs(8);
+    let uncredited = async |fleet: &Fleet| !is_exact(fleet).await;
+    fleet
+        .until_within(most, "the source is not credited", uncredited)
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shim_whose_records_exceed_the_stream_s_limit_is_not_credited() {
+    let fleet = start_with(Access::Open).await;
+    limit_messages(&fleet, 64).await;
+    let refused = async |fleet: &Fleet| {
+        change_engine(fleet).await;
+        fleet.parts().shims[0]
+            .logged()
+            .contains("message size exceeds maximum allowed")
+    };
+    fleet.until("the records are refused", refused).await;
+    until_uncredited(&fleet).await;
+    let about = "wr_prod: max_msg_size is 64";
+    fleet.until_found("stream_differs", about).await;
+    limit_messages(&fleet, -1).await;
+    until_equal(&fleet).await;
+    let logged = fleet.parts().shims[0].logged();
+    assert_eq!(logged.matches("the log takes no record").count(), 1);
+}
+
+async fn limit_messages(fleet: &Fleet, bytes: i32) {
+    let client = async_nats::connect(fleet.parts().urls()).await.unwrap();
+    let jetstream = async_nats::jetstream::new(client);
+    let mut stream = jetstream.get_stream("wr_prod").await.unwrap();
+    let mut config = stream.info().await.unwrap().config.clone();
+    config.max_message_size = bytes;
+    jetstream.update_stream(config).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_indexer_that_lost_its_inbox_credits_again() {
+    let fleet = start().await;
+    let index = &fleet.indexes()[0];
+    fleet.reload_nats(INDEXER_INBOX, NO_INDEXER_INBOX).await;
+    let unready = async |fleet: &Fleet| !fleet.is_ready(index).await && !is_exact(fleet).await;
+    fleet.until("the indexer is not ready", unready).await;
+    fleet.reload_nats(NO_INDEXER_INBOX, INDEXER_INBOX).await;
+    let credits = async |fleet: &Fleet| fleet.is_ready(index).await && is_exact(fleet).await;
+    fleet.until("the indexer credits again", credits).await;
+    assert!(forced_reconnects(&fleet, index).await >= 1.0);
+    assert_eq!(warnings(&fleet, "indexer-0.log", "_INBOX.indexer.>"), 1);
+    change_engine(&fleet).await;
+    until_equal(&fleet).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_indexer_that_lost_its_heartbeats_credits_again() {
     let fleet = start().await;
@@ -115,6 +174,16 @@ async fn an_indexer_that_lost_its_heartbeats_credits_again() {
     fleet.reload_nats(HEARTBEATS, NO_HEARTBEATS).await;
     let unready = async |fleet: &Fleet| !fleet.is_ready(index).await && !is_exact(fleet).await;
     fleet.until("the indexer is not ready", unready).await;
+    fleet.until_found("indexer_not_ready", "").await;
+    let refused = async |fleet: &Fleet| {
+        let found = look(fleet).await.1;
+        let missing = found.get("permission_missing");
+        missing.is_some_and(|list| {
+            list.iter()
+                .any(|one| one.ends_with("subscribe wr.prod.hb.>"))
+        })
+    };
+    fleet.until("doctor names the permission", refused).await;
     fleet.reload_nats(NO_HEARTBEATS, HEARTBEATS).await;
     // The source is idle: only heartbeats credit it.
     let credits = async |fleet: &Fleet| fleet.is_ready(index).await && is_exact(fleet).await;

@@ -1,0 +1,108 @@
+//! Messages of an engine that this version does not understand, as of a future vLLM.
+
+use serde_json::json;
+
+use crate::fleet::traffic::{Served, prompt, serve};
+use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
+use crate::plane::equality::generations;
+
+const BLOCKS: u64 = 10;
+
+const ENGINES: Engines = Engines {
+    count: 1,
+    ranks: 1,
+    blocks: 4000,
+    flags: &["--profile", "instant"],
+};
+
+on_both_planes!(what_is_not_understood_costs_one_generation_and_no_later_credit);
+on_both_planes!(a_message_without_a_sequence_number_costs_credit_until_the_next_with_one);
+
+/// The engine publishes a strange message.
+async fn publish(fleet: &Fleet, message: &str) {
+    let fault = fleet.http.post(fleet.engine(0, "/debug/fault"));
+    let fault = fault.json(&json!({"publish": message})).send().await;
+    assert!(fault.unwrap().status().is_success());
+}
+
+async fn complete(fleet: &Fleet, first: u64) -> Served {
+    serve(fleet, "/v1/completions", &prompt(first, BLOCKS)).await
+}
+
+/// New prompts, until the index has credited one in this state.
+async fn assert_credited(fleet: &Fleet, prompts: &mut impl Iterator<Item = u64>, state: &str) {
+    loop {
+        let first = prompts.next().expect("endless");
+        assert_eq!(complete(fleet, first).await.cached_tokens, 0);
+        fleet.until_indexed_as(&[state]).await;
+        let served = complete(fleet, first).await;
+        assert_eq!(served.cached_tokens, BLOCKS * BLOCK);
+        if served.state != "unknown" {
+            assert_eq!(served.basis, "index");
+            assert_eq!((&*served.state, served.overlap_blocks), (state, BLOCKS));
+            return;
+        }
+    }
+}
+
+fn warnings(fleet: &Fleet, text: &str) -> usize {
+    let log = fleet.shim_log();
+    let is_warning = |line: &&str| line.contains("WARN") && line.contains(text);
+    log.lines().filter(is_warning).count()
+}
+
+async fn what_is_not_understood_costs_one_generation_and_no_later_credit(mode: Mode) {
+    let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
+    let mut prompts = 0..;
+    for (message, name) in [
+        (
+            "unknown_event",
+            "sent an unknown event type \"BlocksMoved\"",
+        ),
+        ("unreadable_payload", "sent an unknown payload"),
+    ] {
+        assert_credited(&fleet, &mut prompts, "exact").await;
+        let before = generations(&fleet, &fleet.indexes()[0]).await;
+        publish(&fleet, message).await;
+        fleet
+            .until("every index has the new generation", async |fleet| {
+                for index in fleet.indexes() {
+                    if generations(fleet, &index).await == before {
+                        return false;
+                    }
+                }
+                true
+            })
+            .await;
+        assert_credited(&fleet, &mut prompts, "partial").await;
+        assert_eq!(warnings(&fleet, name), 1, "{name}");
+        let reset = fleet.http.post(fleet.engine(0, "/reset_prefix_cache"));
+        assert!(reset.send().await.unwrap().status().is_success());
+        assert_credited(&fleet, &mut prompts, "exact").await;
+        fleet.assert_indexed_is_true().await;
+    }
+}
+
+async fn a_message_without_a_sequence_number_costs_credit_until_the_next_with_one(mode: Mode) {
+    let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
+    let mut prompts = 0..;
+    assert_credited(&fleet, &mut prompts, "exact").await;
+    publish(&fleet, "two_frames").await;
+    fleet
+        .until("the source is not verified", async |fleet| {
+            let sources = fleet.positions(&fleet.indexes()[0]).await;
+            sources.values().all(|(state, _)| state == "unverified")
+        })
+        .await;
+    let text = "sent a message without a sequence number";
+    assert_eq!(warnings(&fleet, text), 1);
+    fleet
+        .until("the source is exact", async |fleet| {
+            complete(fleet, fastrand::u64(500..1000)).await;
+            let sources = fleet.positions(&fleet.indexes()[0]).await;
+            sources.values().all(|(state, _)| state == "exact")
+        })
+        .await;
+    assert_credited(&fleet, &mut prompts, "exact").await;
+    fleet.assert_indexed_is_true().await;
+}
