@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::json;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 use warmroute_plane::{NatsPlane, Plane as _};
 use warmroute_proto::subject::Subjects;
 
