@@ -34,7 +34,7 @@ use warmroute_process::{blocking, build};
 
 use crate::service::Handle;
 
-pub use key_file::{KeyFileError, read_key_file};
+pub use key_file::{ApiKey, KeyFileError};
 
 /// Maximum body: a million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;

@@ -15,7 +15,8 @@ use warmroute_indexer::args::{
 };
 use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::diagnose;
-use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns};
+use warmroute_indexer::http::{self, ApiKey};
+use warmroute_indexer::{Replica, Service, SnapshotConfig, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
 use warmroute_process::access::{BindScope, PortAccess};
 use warmroute_process::args::NatsArgs;
@@ -111,11 +112,13 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let signals = Signals::listen().context("listening for signals")?;
     tracing::info!(?config, "starting");
-    let keys = http::read_key_file(config.api_key_file.as_deref());
-    let keys = keys.context("reading --api-key-file")?;
+    let key = ApiKey::load(config.api_key_file).context("reading --api-key-file")?;
     let listener = listen::bind(config.listen).await?;
     let address = listener.local_addr().context("the address")?;
-    let access = PortAccess::new(BindScope::of(address), move || Arc::clone(&keys));
+    let access = PortAccess::new(BindScope::of(address), {
+        let key = key.clone();
+        move || key.keys()
+    });
     access.warn_if_closed("http", "--api-key-file");
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
     let tasks = Tasks::new(failures);
@@ -137,6 +140,7 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
             url: reached_at(address),
         });
     let handle = service.handle();
+    tasks.spawn("api-key", key.follow(tasks.stop.clone()));
     let stop = tasks.stop.clone();
     tasks.spawn("indexer", async move {
         if let Err(error) = service.run(stop).await {

@@ -53,7 +53,7 @@ struct Shown {
 /// All routes of a shim. With `nats`, the metrics include those of that connection. The port has no
 /// keys: a route that is not open is refused.
 pub fn router(handle: Handle, nats: Option<Nats>) -> Router {
-    let access = PortAccess::new(BindScope::Network, || [].into());
+    let access = PortAccess::new(BindScope::Network, || None);
     routes()
         .with_state(&Shown { handle, nats })
         .guarded(&access)

@@ -35,7 +35,7 @@ mod tests {
         let printed = new_key(&NewKeyArgs { tenant: None }).unwrap();
         let (key, lines) = printed.split_once('\n').unwrap();
         let settings = Settings::parse(lines).unwrap();
-        let hash = settings.admin_keys()[0].key.hash;
+        let hash = settings.admin_keys().unwrap()[0].key.hash;
         assert_eq!(KeyHash::of(key.as_bytes()), Some(hash));
         assert!(!lines.contains(key));
         let tenant = Some("search".to_owned());

@@ -154,7 +154,7 @@ mod tests {
 
     /// The answer of a port on loopback without keys.
     async fn get_from(feed: &Arc<LiveFeed>, path: &str) -> Response {
-        let access = PortAccess::new(BindScope::Loopback, || Vec::new().into());
+        let access = PortAccess::new(BindScope::Loopback, || None);
         let request = Request::get(path).body(Body::empty()).unwrap();
         routes(feed)
             .guarded(&access)

@@ -143,12 +143,9 @@ impl SettingsWatcher {
             return;
         };
         let judged = read.map_err(|error| error.to_string());
-        // Such a file may be half written.
         let judged = judged.and_then(|settings| match cause {
-            ReloadCause::Period if settings.opens_a_port_of(&self.live.current()) => {
-                Err(SettingsError::OpensPort.to_string())
-            }
-            ReloadCause::Period | ReloadCause::Signal => Ok(settings),
+            ReloadCause::Period => self.without_opened_ports(settings),
+            ReloadCause::Signal => Ok(settings),
         });
         if judged == self.judged && cause == ReloadCause::Period {
             return;
@@ -156,6 +153,9 @@ impl SettingsWatcher {
         match &judged {
             Ok(settings) => {
                 tracing::info!(?settings, path = ?self.path, "settings loaded");
+                if settings.is_admin_port_locked() {
+                    tracing::warn!("no admin keys are left: the admin port admits no client");
+                }
                 self.live.replace(settings.clone());
                 self.metrics.reloaded(ReloadResult::Loaded);
             }
@@ -165,5 +165,16 @@ impl SettingsWatcher {
             }
         }
         self.judged = judged;
+    }
+
+    /// A file may be half written, so a change of it opens no port. The removal of the last admin
+    /// key applies and locks the port; a file that would open another port is refused.
+    fn without_opened_ports(&self, mut settings: Settings) -> Result<Settings, String> {
+        let before = self.live.current();
+        if settings.opens_a_port_of(&before) {
+            return Err(SettingsError::OpensPort.to_string());
+        }
+        settings.lock_admin_port_of(&before);
+        Ok(settings)
     }
 }

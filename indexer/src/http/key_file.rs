@@ -2,9 +2,18 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
 use warmroute_process::access::keys::{KeyHash, KeyIdError, StoredKey};
-use warmroute_process::access::{OperatorKey, Role};
+use warmroute_process::access::{OperatorKey, PortKeys, Role};
+use warmroute_process::small_file;
+
+/// Time between two looks at the file.
+const CHECK_PERIOD: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
@@ -19,18 +28,70 @@ pub enum KeyFileError {
     Id(#[from] KeyIdError),
 }
 
+const FILE_BYTES_MAX: u64 = 64 << 10;
+
 /// Shorter keys can be guessed.
 const KEY_CHARS_MIN: usize = 16;
 
-/// The key on the file's first line; none without a file.
-pub fn read_key_file(path: Option<&Path>) -> Result<Arc<[OperatorKey]>, KeyFileError> {
-    let Some(path) = path else {
-        return Ok([].into());
-    };
-    let text = std::fs::read_to_string(path).map_err(|source| KeyFileError::Unreadable {
-        path: path.to_owned(),
-        source,
-    })?;
+/// The key in force. A file that cannot be read later, or has no key, changes nothing.
+#[derive(Clone, Debug)]
+pub struct ApiKey {
+    path: Option<PathBuf>,
+    keys: watch::Sender<PortKeys>,
+}
+
+impl ApiKey {
+    /// Without a file, the port asks for no key.
+    pub fn load(path: Option<PathBuf>) -> Result<Self, KeyFileError> {
+        let keys = path.as_deref().map(read).transpose()?;
+        Ok(Self {
+            path,
+            keys: watch::Sender::new(keys),
+        })
+    }
+
+    #[must_use]
+    pub fn keys(&self) -> PortKeys {
+        self.keys.borrow().clone()
+    }
+
+    /// Reads the file again until stopped.
+    pub async fn follow(self, stop: CancellationToken) {
+        let mut failure = None;
+        while stop
+            .run_until_cancelled(sleep(CHECK_PERIOD))
+            .await
+            .is_some()
+        {
+            let Some(path) = self.path.clone() else {
+                continue;
+            };
+            let Ok(read) = spawn_blocking(move || read(&path)).await else {
+                continue;
+            };
+            let error = read.as_ref().err().map(ToString::to_string);
+            if let Some(error) = error.as_ref().filter(|_| error != failure) {
+                tracing::error!(error, "--api-key-file not read, the old key stays in force");
+            }
+            failure = error;
+            if let Ok(keys) = read
+                && self.keys.borrow().as_ref() != Some(&keys)
+            {
+                tracing::info!("--api-key-file has another key");
+                self.keys.send_replace(Some(keys));
+            }
+        }
+    }
+}
+
+/// The key on the file's first line.
+fn read(path: &Path) -> Result<Arc<[OperatorKey]>, KeyFileError> {
+    let text =
+        small_file::read(path, FILE_BYTES_MAX).map_err(|source| KeyFileError::Unreadable {
+            path: path.to_owned(),
+            source,
+        })?;
+    let text = String::from_utf8_lossy(&text);
     let key = text.lines().next().unwrap_or_default().trim();
     let is_long = key.chars().count() >= KEY_CHARS_MIN;
     let hash = KeyHash::of(key.as_bytes()).filter(|_| is_long);
@@ -45,13 +106,15 @@ pub fn read_key_file(path: Option<&Path>) -> Result<Arc<[OperatorKey]>, KeyFileE
 
 #[cfg(test)]
 mod tests {
+    use tokio_util::task::TaskTracker;
+
     use super::*;
 
     #[test]
     fn the_first_line_is_the_key() {
         let path = std::env::temp_dir().join(format!("wr-key-{}", uuid::Uuid::new_v4()));
-        assert!(read_key_file(Some(&path)).is_err());
-        assert!(read_key_file(None).unwrap().is_empty());
+        assert!(ApiKey::load(Some(path.clone())).is_err());
+        assert_eq!(ApiKey::load(None).unwrap().keys(), None);
         for (text, key) in [
             ("0123456789abcdef\nmore", Some("0123456789abcdef")),
             (" 0123456789abcdef ", Some("0123456789abcdef")),
@@ -59,7 +122,7 @@ mod tests {
             ("", None),
         ] {
             std::fs::write(&path, text).unwrap();
-            let keys = read_key_file(Some(&path)).ok();
+            let keys = read(&path).ok();
             let hash = keys.map(|keys| keys[0].key.hash);
             assert_eq!(
                 hash,
@@ -68,5 +131,31 @@ mod tests {
             );
         }
         std::fs::remove_file(&path).unwrap();
+        // Opening it would wait for a writer.
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        assert!(matches!(read(&path), Err(KeyFileError::Unreadable { .. })));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_new_key_replaces_the_old_one_and_a_bad_file_does_not() {
+        let path = std::env::temp_dir().join(format!("wr-key-{}", uuid::Uuid::new_v4()));
+        let (old, new) = ("0123456789abcdef", "fedcba9876543210");
+        std::fs::write(&path, old).unwrap();
+        let key = ApiKey::load(Some(path.clone())).unwrap();
+        let stop = CancellationToken::new();
+        let following = TaskTracker::new().spawn(key.clone().follow(stop.clone()));
+        for (text, expected) in [("", old), (new, new), ("short", new), (old, old)] {
+            std::fs::write(&path, text).unwrap();
+            sleep(3 * CHECK_PERIOD).await;
+            let hash = key.keys().unwrap()[0].key.hash;
+            assert_eq!(Some(hash), KeyHash::of(expected.as_bytes()), "{text:?}");
+        }
+        std::fs::remove_file(&path).unwrap();
+        sleep(3 * CHECK_PERIOD).await;
+        assert!(key.keys().is_some());
+        stop.cancel();
+        following.await.unwrap();
     }
 }

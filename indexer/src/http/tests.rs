@@ -53,7 +53,7 @@ async fn served() -> (Running, SocketAddr) {
     let running = Running::start(tests_support::plane());
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let access = PortAccess::new(BindScope::of(address), || [].into());
+    let access = PortAccess::new(BindScope::of(address), || None);
     let router = routes(&running.handle).guarded(&access);
     TaskTracker::new().spawn(async move { axum::serve(listener, router).await });
     let (status, _) = ask(address, "GET /health", "").await;
@@ -80,7 +80,7 @@ async fn served() -> (Running, SocketAddr) {
 #[tokio::test]
 async fn every_route_that_shows_the_index_is_protected() {
     let running = Running::start(tests_support::plane());
-    let access = PortAccess::new(BindScope::Network, || [].into());
+    let access = PortAccess::new(BindScope::Network, || None);
     let open: Vec<_> = routes(&running.handle)
         .entries()
         .filter(|(_, access)| *access == RouteAccess::Open)

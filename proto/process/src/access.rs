@@ -9,6 +9,7 @@
 //! change needs [`CHANGE_HEADER`], which no page of another origin can send, and a keyless port
 //! answers to names of loopback only, so that no foreign name can be rebound to it.
 
+mod change_log;
 pub mod keys;
 
 use std::net::{IpAddr, SocketAddr};
@@ -21,7 +22,9 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::MethodRouter;
 
-use crate::server::{HEALTH_PATHS, PeerAddress, READY_PATHS};
+use crate::server::{HEALTH_PATHS, READY_PATHS};
+pub use change_log::{AUDIT_TARGET, ChangeSubject};
+use change_log::{LoggedChange, RefusalLog};
 use keys::{KeyHash, KeyId, StoredKey, now_unix_s};
 
 /// Must be present, with any value, on a change without a key.
@@ -73,28 +76,30 @@ impl BindScope {
     }
 }
 
+/// The keys of a port; `None`: it asks for none. An empty list admits no client.
+pub type PortKeys = Option<Arc<[OperatorKey]>>;
+
 /// The rule of one port. The keys are read for each request, so that a removed one is refused from
 /// the next request on.
 #[derive(Clone)]
 pub struct PortAccess {
     bound: BindScope,
-    keys: Arc<dyn Fn() -> Arc<[OperatorKey]> + Send + Sync>,
+    keys: Arc<dyn Fn() -> PortKeys + Send + Sync>,
+    refusals: Arc<RefusalLog>,
 }
 
 impl PortAccess {
-    pub fn new(
-        bound: BindScope,
-        keys: impl Fn() -> Arc<[OperatorKey]> + Send + Sync + 'static,
-    ) -> Self {
+    pub fn new(bound: BindScope, keys: impl Fn() -> PortKeys + Send + Sync + 'static) -> Self {
         Self {
             bound,
             keys: Arc::new(keys),
+            refusals: Arc::default(),
         }
     }
 
     /// Logs what a port without keys does not serve.
     pub fn warn_if_closed(&self, port: &'static str, remedy: &'static str) {
-        if self.bound == BindScope::Network && (self.keys)().is_empty() {
+        if self.bound == BindScope::Network && (self.keys)().is_none() {
             tracing::warn!(port, remedy, "no keys: only probes and metrics are served");
         }
     }
@@ -103,8 +108,7 @@ impl PortAccess {
         if head.is_cross_site() {
             return Err(AccessRefusal::CrossSite);
         }
-        let keys = (self.keys)();
-        if !keys.is_empty() {
+        if let Some(keys) = (self.keys)() {
             let owner = key_of(&keys, head.headers)?;
             if owner.role < needed {
                 return Err(AccessRefusal::Role);
@@ -345,8 +349,8 @@ impl RouteGuard {
     }
 }
 
-/// Refuses a request that lacks what its route asks for, and logs each change that is permitted.
-async fn check(State(guard): State<RouteGuard>, request: Request, next: Next) -> Response {
+/// Refuses a request that lacks what its route asks for, and logs changes.
+async fn check(State(guard): State<RouteGuard>, mut request: Request, next: Next) -> Response {
     let Some(needed) = guard.needed(request.method()) else {
         return next.run(request).await;
     };
@@ -354,53 +358,27 @@ async fn check(State(guard): State<RouteGuard>, request: Request, next: Next) ->
         uri: request.uri(),
         headers: request.headers(),
     };
-    let key = match guard.port.admit(needed, &head) {
-        Ok(key) => key,
+    let admitted = guard.port.admit(needed, &head);
+    if needed == Role::Read {
+        return match admitted {
+            Ok(_) => next.run(request).await,
+            Err(refusal) => {
+                tracing::debug!(path = request.uri().path(), %refusal, "request refused");
+                refusal.into_response()
+            }
+        };
+    }
+    let mut change = LoggedChange::of(&request);
+    match admitted {
+        Ok(key) => change.permitted(key, &mut request),
         Err(refusal) => {
-            tracing::debug!(path = request.uri().path(), %refusal, "request refused");
+            guard.port.refusals.add(&change, &refusal);
             return refusal.into_response();
         }
-    };
-    if needed == Role::Read {
-        return next.run(request).await;
     }
-    let peer = request.extensions().get::<PeerAddress>();
-    let mut change = AuditedChange {
-        key,
-        peer: peer.map(|peer| peer.0.to_string()),
-        method: request.method().clone(),
-        path: request.uri().to_string(),
-        status: None,
-    };
     let response = next.run(request).await;
-    change.status = Some(response.status().as_u16());
+    change.answered(&response);
     response
-}
-
-/// A permitted change. It is logged when it is dropped: the server drops a handler whose client
-/// leaves, which may have had its effect.
-struct AuditedChange {
-    key: Option<KeyId>,
-    peer: Option<String>,
-    method: Method,
-    /// With the query.
-    path: String,
-    status: Option<u16>,
-}
-
-impl Drop for AuditedChange {
-    fn drop(&mut self) {
-        let Self {
-            key,
-            peer,
-            method,
-            path,
-            status,
-        } = self;
-        let key = key.as_ref().map_or("-", KeyId::as_str);
-        let peer = peer.as_deref();
-        tracing::info!(key, peer, %method, path, status, "admin change");
-    }
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ pub mod metrics_page;
 pub mod nats;
 pub mod server;
 pub mod signals;
+pub mod small_file;
 pub mod tasks;
 pub mod tls;
 

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use serde_json::{Value, json};
+use warmroute_process::access::ChangeSubject;
 use warmroute_proto::WorkerId;
 
 use super::supervisor::{AddError, EmbeddedWorkers};
@@ -50,6 +51,7 @@ impl IntoResponse for WorkersApiError {
 /// 201: the worker's life begins; 200: an equal declaration stands.
 pub(crate) async fn add(
     State(admin): State<Arc<Admin>>,
+    Extension(subject): Extension<ChangeSubject>,
     spec: Result<Json<WorkerSpec>, JsonRejection>,
 ) -> Result<Response, WorkersApiError> {
     let workers = embedded(&admin)?;
@@ -59,11 +61,11 @@ pub(crate) async fn add(
         return Err(WorkersApiError::KeyFile);
     }
     let worker = spec.id.clone();
+    subject.set(format!("{worker} {}", spec.url));
     let status = match workers.add(spec).await? {
         PlanChange::Added => StatusCode::CREATED,
         PlanChange::None => StatusCode::OK,
     };
-    tracing::info!(%worker, "worker added by the API");
     let shown = shown(&admin, workers, worker).await?;
     Ok((status, shown).into_response())
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use axum::http::HeaderValue;
 use serde::Deserialize;
-use warmroute_process::access::OperatorKey;
+use warmroute_process::access::PortKeys;
 use warmroute_process::server::HalfClosed;
 use warmroute_process::tls::TlsError;
 use warmroute_proto::WorkerId;
@@ -206,10 +206,7 @@ pub enum SettingsError {
     Workers(#[from] WorkerSetError),
     #[error("workers have no effect with --nats-url: each worker's shim registers it")]
     WorkersRegistered,
-    #[error(
-        "all tenants, all admin keys, or a port's TLS or client_ca are gone: send SIGHUP to open \
-         the port"
-    )]
+    #[error("all tenants, or a port's TLS or client_ca are gone: send SIGHUP to open the port")]
     OpensPort,
     #[error("engines.authorization = \"replace\" needs key_file")]
     NoEngineKey,
@@ -299,17 +296,27 @@ impl Settings {
     }
 
     /// The keys of the admin port.
-    pub(crate) fn admin_keys(&self) -> Arc<[OperatorKey]> {
-        Arc::clone(&self.admin.keys)
+    pub(crate) fn admin_keys(&self) -> PortKeys {
+        let asks_for_keys = self.is_admin_port_locked() || !self.admin.keys.is_empty();
+        asks_for_keys.then(|| Arc::clone(&self.admin.keys))
     }
 
-    /// Whether a port that asks for keys, TLS or client certificates under `before` does not do so
-    /// under these.
+    /// Locks the admin port if it asks for keys under `before` and would not under these.
+    pub(super) fn lock_admin_port_of(&mut self, before: &Self) {
+        self.admin.is_locked = self.admin.keys.is_empty() && before.admin_keys().is_some();
+    }
+
+    /// Whether the admin port has lost its last key, and so admits no client.
+    pub(super) fn is_admin_port_locked(&self) -> bool {
+        self.admin.is_locked
+    }
+
+    /// Whether a port that asks for TLS or client certificates under `before`, or the public port
+    /// for keys, does not do so under these.
     pub(super) fn opens_a_port_of(&self, before: &Self) -> bool {
         let public = self.tenants.is_empty() && !before.tenants.is_empty();
-        let admin = self.admin.keys.is_empty() && !before.admin.keys.is_empty();
         let tls = self.tls.opens(&before.tls) || self.admin.tls.opens(&before.admin.tls);
-        public || admin || tls
+        public || tls
     }
 
     /// The file of the access log, `-` for standard output; `None`: no log.

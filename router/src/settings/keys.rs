@@ -19,6 +19,9 @@ use super::tls::PortTls;
 pub(super) struct AdminSettings {
     #[serde(deserialize_with = "operator_keys")]
     pub keys: Arc<[OperatorKey]>,
+    /// Without keys the port admits no client, since it had keys that were removed.
+    #[serde(skip)]
+    pub is_locked: bool,
     pub explain_headers: ExplainRule,
     pub tls: PortTls,
 }
@@ -37,6 +40,7 @@ impl Default for AdminSettings {
     fn default() -> Self {
         Self {
             keys: [].into(),
+            is_locked: false,
             explain_headers: ExplainRule::Off,
             tls: PortTls::default(),
         }
@@ -229,7 +233,7 @@ mod tests {
             "[admin]\nkeys = [{{ id = \"a\", sha256 = \"{HASH}\", role = \"read\"{rest} }}]"
         );
         let settings = Settings::parse(&text).map_err(|error| error.to_string())?;
-        Ok(settings.admin_keys())
+        Ok(settings.admin_keys().unwrap_or_default())
     }
 
     #[test]

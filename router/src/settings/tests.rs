@@ -248,23 +248,56 @@ async fn a_changed_file_applies_and_a_bad_one_keeps_the_settings() {
     tasks.wait().await;
 }
 
+/// A watcher of a new file with this text.
+fn watched(text: &str) -> (PathBuf, SettingsWatcher) {
+    let path = std::env::temp_dir().join(format!("wr-settings-{}", Uuid::new_v4()));
+    fs::write(&path, text).unwrap();
+    let file = SettingsFile::load(&path, &WorkerRule::Embedded(Vec::new())).unwrap();
+    let live = LiveSettings::new(file.settings.clone());
+    let metrics = Arc::new(Metrics::new().unwrap());
+    (path, SettingsWatcher::new(file, live, metrics).unwrap())
+}
+
 /// A half written file has fewer tables.
 #[tokio::test]
-async fn a_changed_file_opens_no_port_before_a_signal() {
-    let path = std::env::temp_dir().join(format!("wr-settings-{}", Uuid::new_v4()));
-    for closed in ["[[tenants]]\nname = \"t\"\n", &admin_key()] {
-        fs::write(&path, closed).unwrap();
-        let file = SettingsFile::load(&path, &WorkerRule::Embedded(Vec::new())).unwrap();
-        let live = LiveSettings::new(file.settings.clone());
-        let metrics = Arc::new(Metrics::new().unwrap());
-        let mut watcher = SettingsWatcher::new(file, Arc::clone(&live), metrics).unwrap();
-        let before = live.current();
-        fs::write(&path, "").unwrap();
+async fn a_changed_file_opens_the_public_port_after_a_signal_only() {
+    let (path, mut watcher) = watched("[[tenants]]\nname = \"t\"\n");
+    let before = watcher.live.current();
+    fs::write(&path, "").unwrap();
+    watcher.reload(ReloadCause::Period).await;
+    assert_eq!(watcher.live.current(), before);
+    watcher.reload(ReloadCause::Signal).await;
+    assert_eq!(*watcher.live.current(), Settings::default());
+    fs::remove_file(&path).unwrap();
+}
+
+/// The rest of the file, such as the removal of a tenant's key, applies with it.
+#[tokio::test]
+async fn the_removal_of_the_last_admin_key_locks_the_port_until_a_signal() {
+    let (path, mut watcher) = watched(&admin_key());
+    let keys = |watcher: &SettingsWatcher| {
+        let keys = watcher.live.current().admin_keys();
+        keys.map(|keys| keys.len())
+    };
+    assert_eq!(keys(&watcher), Some(1));
+    fs::write(&path, "max_prompt_bytes = 7\n").unwrap();
+    for _ in 0..2 {
         watcher.reload(ReloadCause::Period).await;
-        assert_eq!(live.current(), before);
-        watcher.reload(ReloadCause::Signal).await;
-        assert_eq!(*live.current(), Settings::default());
+        assert_eq!(keys(&watcher), Some(0));
+        assert_eq!(watcher.live.current().max_prompt_bytes(), 7);
+        assert_eq!(
+            watcher
+                .metrics
+                .value("settings_reloads_total{outcome=\"loaded\"}"),
+            1
+        );
     }
+    fs::write(&path, admin_key()).unwrap();
+    watcher.reload(ReloadCause::Period).await;
+    assert_eq!(keys(&watcher), Some(1));
+    fs::write(&path, "").unwrap();
+    watcher.reload(ReloadCause::Signal).await;
+    assert_eq!(keys(&watcher), None);
     fs::remove_file(&path).unwrap();
 }
 

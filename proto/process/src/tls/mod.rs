@@ -10,9 +10,7 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
-use std::os::unix::fs::FileTypeExt as _;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,6 +19,8 @@ use rustls::crypto::{CryptoProvider, ring as provider};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::VerifierBuilderError;
+
+use crate::small_file;
 
 pub use engines::{Authorities, EngineTls, failure_of};
 pub use server::{ServerTls, ServerTlsFiles};
@@ -65,23 +65,14 @@ fn crypto() -> Arc<CryptoProvider> {
 
 /// The content of a file, bounded.
 fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    let failed = |error| TlsError::Read {
-        path: path.to_owned(),
-        error,
-    };
-    let mut content = Vec::new();
-    // Opening it would wait for a writer, and no later change would be read.
-    if fs::metadata(path).map_err(failed)?.file_type().is_fifo() {
-        return Err(failed(io::Error::other("a named pipe is no file")));
-    }
-    let file = File::open(path).map_err(failed)?;
-    file.take(FILE_BYTES_MAX + 1)
-        .read_to_end(&mut content)
-        .map_err(failed)?;
-    if content.len() as u64 > FILE_BYTES_MAX {
-        return Err(TlsError::TooLarge(path.to_owned()));
-    }
-    Ok(content)
+    small_file::read(path, FILE_BYTES_MAX).map_err(|error| {
+        let path = path.to_owned();
+        if error.kind() == io::ErrorKind::FileTooLarge {
+            TlsError::TooLarge(path)
+        } else {
+            TlsError::Read { path, error }
+        }
+    })
 }
 
 /// The certificates of a file: at least one.
