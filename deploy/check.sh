@@ -67,8 +67,9 @@ else
     echo "resources: [../base]"
     echo "components:"
     for component in kubernetes/components/*/; do
-      echo "  - ../components/$(basename "$component")"
+      [ "$(basename "$component")" = autoscaling ] || echo "  - ../components/$(basename "$component")"
     done
+    echo "  - ../components/autoscaling"
   } >"$all/kustomization.yaml"
   for overlay in kubernetes/base kubernetes "$guide" "$all"; do
     if ! made=$("${kustomize[@]}" "$overlay"); then

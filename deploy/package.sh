@@ -33,6 +33,8 @@ products=(warmroute-router warmroute-indexer warmroute-shim)
 packaged=("${products[@]}" warmroute-mock-engine)
 library=libwarmroute_publisher.so
 dist=$PWD/dist
+# Packages of the development build do not replace those of a release.
+[ "$profile" = release ] || dist=$dist/dev
 work=$(mktemp -d)
 storage=(--storage-driver vfs --root "$work/storage" --runroot "$work/runroot")
 container=

@@ -36,6 +36,19 @@ def check_readiness(doc):
         assert [port["name"] for port in ports] == [checked], doc["metadata"]
 
 
+def check_autoscaling(docs):
+    """An autoscaler and a manifest must not both set a number of replicas."""
+    scaled = {
+        (target["kind"], target["name"])
+        for doc in docs
+        if doc["kind"] == "HorizontalPodAutoscaler"
+        for target in [doc["spec"]["scaleTargetRef"]]
+    }
+    for doc in docs:
+        if (doc["kind"], doc["metadata"]["name"]) in scaled:
+            assert "replicas" not in doc["spec"], doc["metadata"]
+
+
 def main():
     with open(sys.argv[1], encoding="utf-8") as file:
         pod_monitor = json.load(file)
@@ -45,6 +58,7 @@ def main():
             jsonschema.validate(doc, pod_monitor)
         else:
             kubernetes_validate.validate(doc, VERSION, strict=True)
+    check_autoscaling(docs)
     named = {(doc["kind"], doc["metadata"]["name"]) for doc in docs}
     by_labels = [
         doc["spec"]["template"]["metadata"]["labels"]

@@ -44,7 +44,8 @@ def main():
     while time.monotonic() < DEADLINE:
         failure = None
         try:
-            if drained is None:
+            # A restart of the shim alone ends the drain, too.
+            if drained is None or call("GET", WORKER)["state"] != "draining":
                 call("POST", f"{WORKER}?until=restart")
                 drained = time.monotonic()
             is_idle = call("GET", WORKER)["requests"] == 0

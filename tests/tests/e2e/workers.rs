@@ -6,11 +6,13 @@ use std::fs;
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use fastrand::Rng;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
+use tokio::time::sleep;
 use warmroute_process::access::keys;
 
 use crate::fleet::traffic::{request, send, serve};
@@ -304,7 +306,16 @@ async fn the_hook_of_a_pod_drains_with_a_key_that_may() {
             break answer;
         }
     };
-    let (ended, text) = tokio::join!(hook(&fleet, &operate.0), stream.text());
+    // A restart of the pod's shim ends the drain, which the hook sets again.
+    let interrupted = async {
+        while state().await["state"] != "draining" {
+            sleep(Duration::from_millis(10)).await;
+        }
+        let url = fleet.admin(0, "/admin/workers/worker-0/undrain");
+        let answer = fleet.http.post(url).bearer_auth(&*operate.0).send().await;
+        assert!(answer.unwrap().status().is_success());
+    };
+    let (ended, text, ()) = tokio::join!(hook(&fleet, &operate.0), stream.text(), interrupted);
     assert!(ended.status.success(), "{ended:?}");
     assert!(text.unwrap().ends_with("data: [DONE]\n\n"));
     let state = state().await;
