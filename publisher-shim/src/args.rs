@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
+use serde::Deserialize;
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::build;
 use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size, is_endpoint};
@@ -91,7 +92,8 @@ const PORT: u16 = 8091;
 const OUTBOX_BYTES_MIN: usize = 1 << 20;
 
 /// A fact about the engine ([`Assumptions`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum Assumed {
     /// No salts, multimodal items or prompt embeddings.
     NoExtraKeys,
@@ -103,6 +105,19 @@ pub enum Assumed {
     PlainLookup,
     /// Connectors publish what they remove from CPU memory and storage.
     Removals,
+}
+
+/// What these facts declare.
+#[must_use]
+pub fn assumptions(assumed: &[Assumed]) -> Assumptions {
+    let is_assumed = |what| assumed.contains(&what);
+    Assumptions {
+        no_extra_keys: is_assumed(Assumed::NoExtraKeys),
+        no_lora: is_assumed(Assumed::NoLora),
+        main_attention_only: is_assumed(Assumed::MainAttentionOnly),
+        plain_lookup: is_assumed(Assumed::PlainLookup),
+        removals: is_assumed(Assumed::Removals),
+    }
 }
 
 /// A valid configuration.
@@ -176,7 +191,6 @@ impl TryFrom<Args> for Config {
             Some(tokens) => Some(block_size(tokens).ok_or(ConfigError::BlockSize(tokens))?),
             None => None,
         };
-        let is_assumed = |what| args.assume.contains(&what);
         Ok(Self {
             listen: listen::address("host", &args.host, args.port)?,
             nats: args.nats,
@@ -187,13 +201,7 @@ impl TryFrom<Args> for Config {
                 ranks: args.ranks,
                 topic: args.kv_topic,
                 block_size,
-                assume: Assumptions {
-                    no_extra_keys: is_assumed(Assumed::NoExtraKeys),
-                    no_lora: is_assumed(Assumed::NoLora),
-                    main_attention_only: is_assumed(Assumed::MainAttentionOnly),
-                    plain_lookup: is_assumed(Assumed::PlainLookup),
-                    removals: is_assumed(Assumed::Removals),
-                },
+                assume: assumptions(&args.assume),
                 outbox_bytes_max: args.outbox_bytes,
                 ..ShimConfig::new(namespace, WorkerId::from(args.worker_id), worker_url)
             },

@@ -1,14 +1,16 @@
 //! One worker of an embedded router, as `--worker`, a file or the API names it:
-//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,key_file=FILE]`.
+//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,key_file=FILE][,assume=WHAT]…`.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use clap::ValueEnum as _;
 use serde::{Deserialize, Deserializer};
 use warmroute_process::engine_args::is_endpoint;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
+use warmroute_shim::args::Assumed;
 use warmroute_shim::{EngineKey, EngineKeyError};
 
 /// Longest name, in bytes: a name is part of keys, subjects and metric labels.
@@ -27,6 +29,8 @@ pub struct WorkerSpec {
     /// Where the engine replays its KV events.
     pub replay: Option<String>,
     pub ranks: NonZeroU32,
+    /// Facts about the engine that its events do not show.
+    pub assume: Vec<Assumed>,
     pub key_file: Option<PathBuf>,
     /// The engine's API key: the content of `key_file`, or the text that the API got.
     pub key: Option<EngineKey>,
@@ -45,8 +49,10 @@ pub struct WorkerKeyError {
 pub enum WorkerSpecError {
     #[error("the worker URL {0:?} is not http://HOST:PORT or https://HOST:PORT")]
     Url(String),
-    #[error("{0:?} is none of kv=, replay=, id=, ranks=, key_file=")]
+    #[error("{0:?} is none of kv=, replay=, id=, ranks=, key_file=, assume=")]
     Key(String),
+    #[error("assume={0:?} is no fact that can be declared")]
+    Assume(String),
     #[error("{0}= is given twice")]
     Twice(&'static str),
     #[error("{key}={value:?} is not tcp://HOST:PORT or ipc://PATH")]
@@ -70,6 +76,7 @@ struct WorkerFields {
     replay: Option<String>,
     id: Option<String>,
     ranks: Option<u32>,
+    assume: Vec<Assumed>,
     key_file: Option<PathBuf>,
     /// For the API only.
     #[serde(deserialize_with = "secret")]
@@ -112,6 +119,7 @@ impl TryFrom<WorkerFields> for WorkerSpec {
             kv,
             replay,
             ranks: in_range.ok_or_else(|| WorkerSpecError::Ranks(ranks.to_string()))?,
+            assume: fields.assume,
             key_file: fields.key_file,
             key: fields.key,
         })
@@ -156,6 +164,11 @@ impl FromStr for WorkerSpec {
                     let ranks = value.parse();
                     let ranks = ranks.map_err(|_| WorkerSpecError::Ranks(value.to_owned()))?;
                     set(&mut fields.ranks, "ranks", ranks)?;
+                }
+                "assume" => {
+                    let assumed = Assumed::from_str(value, false);
+                    let unknown = |_| WorkerSpecError::Assume(value.to_owned());
+                    fields.assume.push(assumed.map_err(unknown)?);
                 }
                 _ => return Err(WorkerSpecError::Key(part.to_owned())),
             }
@@ -215,9 +228,15 @@ mod tests {
         assert_eq!(spec.kv.as_deref(), Some("tcp://10.0.0.1:5557"));
         assert_eq!(spec.replay.as_deref(), Some("tcp://10.0.0.1:5657"));
         assert_eq!(spec.ranks.get(), 2);
-        let spec = parse("https://h:1/,key_file=/run/key").unwrap();
+        assert_eq!(spec.assume, []);
+        let text = "https://h:1/,key_file=/run/key,assume=no-lora,assume=plain-lookup";
+        let spec = parse(text).unwrap();
         assert_eq!(spec.url, "https://h:1");
+        assert_eq!(spec.assume, [Assumed::NoLora, Assumed::PlainLookup]);
         assert_eq!(spec.key_file, Some("/run/key".into()));
+        let table = "url = \"http://h:1\"\nassume = [\"plain-lookup\"]";
+        let spec: WorkerSpec = toml::from_str(table).unwrap();
+        assert_eq!(spec.assume, [Assumed::PlainLookup]);
     }
 
     #[test]
@@ -246,6 +265,7 @@ mod tests {
             ("http://h:1,id=", WorkerSpecError::Id),
             ("http://h:1,id=a,id=b", WorkerSpecError::Twice("id")),
             ("http://h:1,port=1", WorkerSpecError::Key("port=1".into())),
+            ("http://h:1,assume=x", WorkerSpecError::Assume("x".into())),
             ("http://h:1,kv", WorkerSpecError::Key("kv".into())),
             (
                 "http://h:1,kv=tcp://*:5557",

@@ -17,6 +17,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::Plane;
 use warmroute_proto::{Namespace, WorkerId};
+use warmroute_shim::args::assumptions;
 use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir};
 
 use super::worker_plan::{PlanChange, PlanError, WorkerOrigin, WorkerPlan};
@@ -355,6 +356,7 @@ impl WorkerSupervisor {
             kv_endpoint: spec.kv.clone(),
             kv_replay_endpoint: spec.replay.clone(),
             ranks: spec.ranks.get(),
+            assume: assumptions(&spec.assume),
             checkpoints: dir.map(|dir| Arc::new(dir) as Arc<dyn CheckpointStore>),
             ..ShimConfig::new(self.namespace.clone(), worker.clone(), spec.url.clone())
         };
