@@ -119,7 +119,9 @@ pub(crate) struct CallPlacement {
 pub(crate) struct CallTimings {
     /// Waits for a worker.
     pub queue: Duration,
-    /// From the whole body to the sending, without the wait.
+    /// The beginning of a wait that has not ended.
+    waits_since: Option<Instant>,
+    /// From the whole body to the choice, without waits.
     pub decision: Option<Duration>,
     /// From the head to the first streamed output.
     pub ttft: Option<Duration>,
@@ -245,6 +247,22 @@ impl CallReport {
         }
     }
 
+    /// The choice is due, so long after the whole body.
+    pub(crate) fn decided(&mut self, took: Duration) {
+        self.timings.decision = Some(took.saturating_sub(self.timings.queue));
+    }
+
+    pub(crate) fn wait_begins(&mut self) {
+        self.timings.waits_since = Some(Instant::now());
+    }
+
+    /// Also called at the request's end: a client may leave during a wait.
+    pub(crate) fn wait_ends(&mut self) {
+        if let Some(since) = self.timings.waits_since.take() {
+            self.timings.queue += since.elapsed();
+        }
+    }
+
     pub(crate) fn reported(&mut self, usage: TokenUsage) {
         if !self.prompt.is_hashed {
             self.prompt.tokens = saturated(usage.prompt_tokens);
@@ -267,12 +285,14 @@ impl CallReport {
         let Some(model) = &self.series else {
             return;
         };
-        if let Some(decision) = self.timings.decision {
+        let (timings, placement) = (&self.timings, self.placement.as_ref());
+        if let Some(decision) = timings.decision {
             model.totals.decision.observe(decision);
-            model.totals.queue.observe(self.timings.queue);
+        }
+        if timings.decision.is_some() || placement.is_some() || !timings.queue.is_zero() {
+            model.totals.queue.observe(timings.queue);
         }
         let class = StatusClass::of(self.status);
-        let placement = self.placement.as_ref();
         let Some(worker) = placement.and_then(|one| one.series.as_ref()) else {
             model.totals.unplaced.count(class, self.end);
             return;
@@ -350,6 +370,7 @@ impl EndedRequest {
 impl CallSinks {
     /// Takes a request that has ended.
     pub(crate) fn ended(&self, report: &mut CallReport) {
+        report.wait_ends();
         let took = report.started.elapsed();
         self.metrics.request_ended(report.route, report.end, took);
         report.count(took);

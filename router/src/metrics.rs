@@ -111,7 +111,7 @@ impl Metrics {
         };
         let decision_seconds = HistogramOpts::new(
             "decision_seconds",
-            "From a whole request body to the request's sending to an engine",
+            "From a whole request body to the choice of a worker",
         );
         Ok(Self {
             requests: counters("requests_total", "Requests ended", &["route", "outcome"])?,

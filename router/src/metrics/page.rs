@@ -25,7 +25,7 @@ const MODEL_SECONDS: [(&str, &str, OfModel); 2] = [
     ),
     (
         "model_decision_seconds",
-        "From a request's whole body to its sending to an engine, without that wait",
+        "From a request's whole body to the choice of a worker, without that wait",
         |model| &model.totals.decision,
     ),
 ];

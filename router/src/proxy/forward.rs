@@ -95,18 +95,18 @@ impl App {
                 return Err(shed.into());
             }
             if pass.is_due(self, routing) {
-                self.wait_in_queue(call, request, routing, &mut pass, wait)
+                self.wait_in_queue(call, request, routing, &mut pass)
                     .await?;
             }
             match self.try_workers(call, request, routing, &mut pass).await {
                 Err(ProxyError::AllFull) if pass.may_wait() => {
-                    self.wait_in_queue(call, request, routing, &mut pass, wait)
+                    self.wait_in_queue(call, request, routing, &mut pass)
                         .await?;
                 }
                 Err(error) => {
                     // A grant is not kept through another wait.
                     pass = QueuePass::new(routing);
-                    if !wait.before_retry(self, &error).await {
+                    if !wait.before_retry(self, call, &error).await {
                         return Err(error);
                     }
                 }

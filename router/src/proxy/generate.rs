@@ -62,10 +62,7 @@ pub(super) async fn generate(
         Err(error) => return app.refuse(call, &error),
     };
     call.report.step(TraceStep::ReadBody, call.report.started);
-    let mut wait = WorkerWait::default();
-    let served = serve(app, &mut call, &mut wait, route, parts, &mut body).await;
-    call.report.timings.queue = wait.waited;
-    match served {
+    match serve(app, &mut call, route, parts, &mut body).await {
         Ok((answer, readers)) => respond(app, call, answer, readers),
         Err(error) => app.refuse(call, &error),
     }
@@ -74,13 +71,13 @@ pub(super) async fn generate(
 async fn serve(
     app: &Arc<App>,
     call: &mut Call,
-    wait: &mut WorkerWait,
     route: openai::PromptRoute,
     parts: Parts,
     body: &mut BufferedBody,
 ) -> Result<(EngineAnswer, AnswerReaders), ProxyError> {
     let complete = Instant::now();
-    let plan = planned(app, call, wait, route, body).await?;
+    let hints = QueueHints::read(&parts.headers, call);
+    let mut wait = WorkerWait::new(hints);
     let Plan {
         model,
         series,
@@ -92,7 +89,7 @@ async fn serve(
         previous,
         sample,
         resume,
-    } = plan;
+    } = planned(app, call, &mut wait, route, body).await?;
     if let Some(rewritten) = rewritten {
         app.bodies.replace(body, rewritten)?;
     }
@@ -108,7 +105,6 @@ async fn serve(
     }
     let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
     let owner = owner.transpose()?.flatten();
-    let hints = QueueHints::read(&parts.headers, call);
     let session = headers::session(&parts.headers).or_else(|| prompt.session());
     let request = ForwardedRequest {
         method: parts.method,
@@ -130,9 +126,9 @@ async fn serve(
     };
     let decision_time = complete.elapsed();
     app.metrics.decided(decision_time);
-    call.report.timings.decision = Some(decision_time.saturating_sub(wait.waited));
+    call.report.decided(decision_time);
     call.report.record = app.sinks.recorder.open(&routing.prompt);
-    let mut answer = app.forward(call, &request, &mut routing, wait).await?;
+    let mut answer = app.forward(call, &request, &mut routing, &mut wait).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();
@@ -170,7 +166,7 @@ async fn planned(
                 if let ProxyError::UnknownModel(model) = &error {
                     call.check_model(model)?;
                 }
-                if !wait.before_retry(app, &error).await {
+                if !wait.before_retry(app, call, &error).await {
                     return Err(error);
                 }
             }

@@ -58,7 +58,8 @@ pub(super) async fn forward(
     body: &Bytes,
     target: Target,
 ) -> Result<EngineAnswer, ProxyError> {
-    let mut wait = WorkerWait::default();
+    let hints = QueueHints::read(&parts.headers, call);
+    let mut wait = WorkerWait::new(hints);
     let RoutedFields {
         model: named,
         previous,
@@ -71,7 +72,7 @@ pub(super) async fn forward(
     let model = loop {
         match served_model(app, call, parts, named.clone(), &target) {
             Ok(model) => break model,
-            Err(error) if wait.before_retry(app, &error).await => {}
+            Err(error) if wait.before_retry(app, call, &error).await => {}
             Err(error) => return Err(error),
         }
     };
@@ -118,12 +119,10 @@ pub(super) async fn forward(
             Target::Any => Vec::new(),
             Target::Only(worker) => app.fleet.other_sources(&worker),
         },
-        hints: QueueHints::read(&parts.headers, call),
+        hints,
     };
     call.report.prompt(&routing.prompt);
-    let answer = app.forward(call, &request, &mut routing, &mut wait).await;
-    call.report.timings.queue = wait.waited;
-    answer
+    app.forward(call, &request, &mut routing, &mut wait).await
 }
 
 /// `/v1/responses/{id}` and its cancel.

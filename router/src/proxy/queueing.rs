@@ -13,7 +13,6 @@ use super::App;
 use super::call::Call;
 use super::forward::{ForwardedRequest, Routing};
 use super::headers::{DO_NOT_QUEUE, PRIORITY};
-use super::waiting::WorkerWait;
 use crate::admission::{AdmissionTicket, QueueDemand, QueueLine, ShedReason};
 use crate::error::ProxyError;
 use crate::route::PromptBasis;
@@ -70,6 +69,14 @@ impl QueueHints {
     }
 }
 
+impl QueueHints {
+    /// The end of the client's own time; `None`: it names none.
+    pub(super) fn until(&self, call: &Call) -> Option<Instant> {
+        let own = self.patience?;
+        call.report.started.checked_add(own)
+    }
+}
+
 impl QueuePass {
     pub(super) const fn new(routing: &Routing) -> Self {
         if routing.exclude.is_empty() {
@@ -106,11 +113,10 @@ impl App {
     /// Waits for the request's turn, and asks the index again.
     pub(super) async fn wait_in_queue(
         &self,
-        call: &Call,
+        call: &mut Call,
         request: &ForwardedRequest,
         routing: &mut Routing,
         pass: &mut QueuePass,
-        wait: &mut WorkerWait,
     ) -> Result<(), ProxyError> {
         let mut ticket = match std::mem::replace(pass, QueuePass::Behind) {
             QueuePass::Inside(mut ticket) => {
@@ -119,9 +125,9 @@ impl App {
             }
             QueuePass::Before | QueuePass::Behind => self.join_queue(call, request, routing)?,
         };
-        let since = Instant::now();
+        call.report.wait_begins();
         let granted = ticket.granted().await;
-        wait.waited += since.elapsed();
+        call.report.wait_ends();
         granted?;
         let prompt = &routing.prompt;
         if prompt.basis() == PromptBasis::Tokens && !prompt.blocks().is_empty() {
@@ -138,8 +144,7 @@ impl App {
         routing: &Routing,
     ) -> Result<AdmissionTicket, ProxyError> {
         let (settings, now) = (self.settings.current(), Instant::now());
-        let patience = routing.hints.patience;
-        let own = patience.and_then(|patience| call.report.started.checked_add(patience));
+        let own = routing.hints.until(call);
         let longest = now + settings.queue_timeout();
         let until = own.map_or(longest, |own| own.min(longest));
         if until <= now {

@@ -5,13 +5,14 @@
 //! connection ends its wait.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use prometheus::IntGauge;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::App;
+use super::call::Call;
+use super::queueing::QueueHints;
 use crate::error::ProxyError;
 
 /// Requests that wait at a time. More get the answer that they would get without a wait.
@@ -28,8 +29,7 @@ pub(crate) struct HeldRequests {
 pub(super) struct WorkerWait {
     begun: Option<BegunWait>,
     is_refused: bool,
-    /// Time spent waiting so far.
-    pub waited: Duration,
+    hints: QueueHints,
 }
 
 struct BegunWait {
@@ -49,6 +49,14 @@ impl HeldRequests {
 }
 
 impl WorkerWait {
+    /// A wait within the client's own time.
+    pub(super) fn new(hints: QueueHints) -> Self {
+        Self {
+            hints,
+            ..Self::default()
+        }
+    }
+
     /// For a request that fails while no worker can serve it.
     pub(super) fn refused() -> Self {
         Self {
@@ -58,7 +66,12 @@ impl WorkerWait {
     }
 
     /// Waits until another attempt may succeed. Returns false if `error` is the answer.
-    pub(super) async fn before_retry(&mut self, app: &App, error: &ProxyError) -> bool {
+    pub(super) async fn before_retry(
+        &mut self,
+        app: &App,
+        call: &mut Call,
+        error: &ProxyError,
+    ) -> bool {
         // An engine that has not reported its models may have this one.
         let may_come =
             matches!(error, ProxyError::UnknownModel(_)) && app.fleet.catalog().incomplete;
@@ -69,31 +82,34 @@ impl WorkerWait {
             return false;
         }
         let Some(wait) = &mut self.begun else {
-            self.begun = BegunWait::begin(app);
+            self.begun = BegunWait::begin(app, self.hints.until(call));
             // The fleet may have changed since the refusal.
             return self.begun.is_some();
         };
-        let since = Instant::now();
+        call.report.wait_begins();
         let changed = tokio::select! {
             changed = wait.changes.changed() => changed.is_ok(),
             () = sleep_until(wait.until) => false,
             () = app.admission.closed() => false,
         };
-        self.waited += since.elapsed();
+        call.report.wait_ends();
         changed
     }
 }
 
 impl BegunWait {
-    fn begin(app: &App) -> Option<Self> {
-        let longest = app.settings.current().engine_wait_timeout();
-        if longest.is_zero() {
+    /// `own`: the end of the client's own time.
+    fn begin(app: &App, own: Option<Instant>) -> Option<Self> {
+        let now = Instant::now();
+        let longest = now + app.settings.current().engine_wait_timeout();
+        let until = own.map_or(longest, |own| own.min(longest));
+        if until <= now {
             return None;
         }
         let place = Arc::clone(&app.held.places).try_acquire_owned().ok()?;
         app.held.count.inc();
         Some(Self {
-            until: Instant::now() + longest,
+            until,
             changes: app.fleet.changes(),
             count: app.held.count.clone(),
             _place: place,

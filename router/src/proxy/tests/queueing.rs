@@ -1,5 +1,7 @@
 //! Requests that wait while all workers are full.
 
+use std::time::Duration;
+
 use warmroute_process::access::keys::KeyHash;
 
 use super::world::assert_error;
@@ -40,7 +42,32 @@ async fn a_request_waits_for_a_place_and_a_client_may_leave() {
     assert_eq!(engine.asked(), 3);
     world.until_quiet().await;
     let waits = world.metric("model_queue_seconds_count{model=\"m\"}");
-    assert!(waits >= 2, "{waits}");
+    assert_eq!(
+        waits, 4,
+        "of the other route and of the client that left, too"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_counts_when_its_client_leaves() {
+    let engine = Engine::start().await;
+    let world = World::with_active_max(&[&engine], 1).await;
+    let mut first = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut first).await;
+    let tasks = TaskTracker::new();
+    let gone = tasks.spawn(world.post("/v1/completions", &body(4)).send());
+    until_queued(&world, 1).await;
+    tokio::time::sleep(Duration::from_secs(25)).await;
+    gone.abort();
+    until_queued(&world, 0).await;
+    drop(first);
+    world.until_quiet().await;
+    let bucket = |le| {
+        world.metric(&format!(
+            "model_queue_seconds_bucket{{model=\"m\",le=\"{le}\"}}"
+        ))
+    };
+    assert_eq!((bucket("10"), bucket("+Inf")), (1, 2));
 }
 
 #[tokio::test]

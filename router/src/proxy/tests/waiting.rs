@@ -73,6 +73,22 @@ async fn a_wait_ends_with_its_time_or_its_client() {
     let response = world.send("/v1/completions", &body(4)).await;
     assert_eq!(response.status(), 503);
     world::assert_error(response, "no_worker").await;
+    for (name, value, secs) in [
+        ("x-warmroute-do-not-queue", "1", 0),
+        ("x-stainless-read-timeout", "5", 5),
+        ("x-envoy-expected-rq-timeout-ms", "90000", 40),
+    ] {
+        for (path, json) in [
+            ("/v1/completions", body(4)),
+            ("/v1/embeddings", json!({"model": "m", "input": "x"})),
+        ] {
+            let began = tokio::time::Instant::now();
+            let request = world.post(path, &json).header(name, value);
+            let response = request.send().await.unwrap();
+            assert_eq!(response.status(), 503, "{name}");
+            assert_eq!(began.elapsed().as_secs(), secs, "{name}");
+        }
+    }
     // An unknown model is not waited for where all engines have reported theirs.
     world.add(0, &engine);
     let began = tokio::time::Instant::now();
