@@ -141,7 +141,9 @@ codes! {
     TierUncredited = "tier_uncredited", Warning,
         "its GPU tier is credited and this tier is not: the shim's log names the reason once";
     SourceBeginsAgain = "source_begins_again", Warning,
-        "resyncs go in circles: the shim's metric warmroute_shim_resyncs_total names the reason";
+        "begins one generation after the other: the shim's log and its metric \
+         warmroute_shim_resyncs_total name the reason; undecodable or two_prefixes: its engine's \
+         events, not NATS";
     SourcePartial = "source_partial", Warning,
         "blocks from before the shim's start, or from before an event that it cannot read (its log \
          names the type), are missing: give the shim --state-dir, and clear the engine's cache \

@@ -630,7 +630,7 @@ fn routers_are_judged() {
     let cases: [FactsChange; 5] = [
         (Code::RoutersDiffer, |facts| facts.settings = 2),
         (Code::ClockSkew, |facts| facts.unix_ns = NOW + 3 * SECOND),
-        (Code::ClockSkew, |facts| facts.unix_ns = NOW - 60 * SECOND),
+        (Code::ClockSkew, |facts| facts.unix_ns = NOW - 10 * SECOND),
         (Code::WorkerUnregistered, |facts| {
             facts.unregistered = vec![WorkerId::from("other")];
         }),
