@@ -18,6 +18,17 @@ pub(crate) const BASIS: HeaderName = HeaderName::from_static("x-warmroute-basis"
 pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-index-state");
 pub(crate) const TIER_STATES: HeaderName = HeaderName::from_static("x-warmroute-tier-states");
 
+/// The headers that explain a choice.
+const EXPLANATION: [HeaderName; 7] = [
+    WORKER,
+    DP_RANK,
+    OVERLAP,
+    PREDICTED,
+    BASIS,
+    INDEX_STATE,
+    TIER_STATES,
+];
+
 /// A client's wish not to wait in the router's queue.
 pub(crate) const DO_NOT_QUEUE: HeaderName = HeaderName::from_static("x-warmroute-do-not-queue");
 
@@ -90,6 +101,13 @@ pub(crate) fn hide_host(headers: &mut HeaderMap) {
     match path {
         Some(path) => drop(headers.insert(header::LOCATION, path)),
         None => drop(headers.remove(header::LOCATION)),
+    }
+}
+
+/// Removes what explains a choice: an engine that is a router must not show its own to clients.
+pub(crate) fn hide_explanation(headers: &mut HeaderMap) {
+    for name in EXPLANATION {
+        headers.remove(name);
     }
 }
 
@@ -185,6 +203,16 @@ mod tests {
                 )
             })
             .collect()
+    }
+
+    #[test]
+    fn an_engines_own_explanation_is_hidden() {
+        let mut headers = map(&[("x-warmroute-overlap-blocks", "7"), ("x-other", "kept")]);
+        for name in EXPLANATION {
+            headers.insert(name, HeaderValue::from_static("1"));
+        }
+        hide_explanation(&mut headers);
+        assert_eq!(headers, map(&[("x-other", "kept")]));
     }
 
     #[test]

@@ -63,6 +63,7 @@ fn watched(
     let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
     headers::hide_host(&mut parts.headers);
+    headers::hide_explanation(&mut parts.headers);
     if !is_open_stream(parts.status, &parts.headers) {
         readers.resumable = None;
     }
