@@ -186,11 +186,14 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
         now: input.now,
     };
     let has_room = |id| !room.is_bounded() || room.free_places(id, input.except) > 0;
+    // Sorted: a request may exclude all sources but one.
+    let mut excluded: Vec<&Source> = input.exclude.iter().collect();
+    excluded.sort_unstable();
     let mut refusal = RouteRefusal::AllTried;
     let mut live = Vec::with_capacity(input.candidates.len());
     let mut stalled = Vec::new();
     for candidate in input.candidates {
-        if input.exclude.contains(&candidate.source) {
+        if excluded.binary_search(&&candidate.source).is_ok() {
             continue;
         }
         refusal = RouteRefusal::Full {
