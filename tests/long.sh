@@ -15,5 +15,8 @@ need_command prometheus prometheus
 SCALE_TO=40 cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
   scaling::workers_come_and_go
 
+step "ten minutes at 200 requests a second"
+STEADY_SECS=600 cargo test --locked -p warmroute-tests --test e2e -- --nocapture steady
+
 step "parts of two versions on one plane"
 tests/mixed-versions.sh "${1:-6969b18}"

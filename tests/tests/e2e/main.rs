@@ -57,6 +57,7 @@ mod resume;
 mod scaling;
 mod separation;
 mod sglang;
+mod steady;
 mod strange_events;
 mod tiers;
 mod tls;

@@ -32,13 +32,6 @@ fn body(number: usize) -> String {
     json!({"model": "mock", "prompt": tokens, "max_tokens": 3000, "stream": true}).to_string()
 }
 
-fn resident_bytes(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.unwrap().trim().trim_end_matches(" kB");
-    kib.parse::<u64>().unwrap() << 10
-}
-
 /// Requests on one connection, until dropped.
 struct Waiting {
     _connection: AbortOnDropHandle<()>,
@@ -95,11 +88,10 @@ async fn ten_thousand_waiting_requests_take_bounded_memory() {
     };
     let fleet = Fleet::start(Mode::Embedded, engines, flags).await;
     let router = fleet.routers[0].base();
-    let pid = fleet.routers[0].pid();
     let first = Waiting::send(&router, 0..1).await;
     let is_full = async |fleet: &Fleet| fleet.load(0).await.0 == 1;
     fleet.until("the worker is full", is_full).await;
-    let before = resident_bytes(pid);
+    let before = fleet.routers[0].resident_bytes();
 
     let mut waiting = vec![first];
     for sent in (STREAMS..=WAITING).step_by(STREAMS) {
@@ -109,7 +101,7 @@ async fn ten_thousand_waiting_requests_take_bounded_memory() {
             fleet.until("the requests wait", wait).await;
         }
     }
-    let growth = resident_bytes(pid).saturating_sub(before);
+    let growth = fleet.routers[0].resident_bytes().saturating_sub(before);
     println!(
         "{WAITING} waiting requests: {} MiB more, {} KiB a request",
         growth >> 20,

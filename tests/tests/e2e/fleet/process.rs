@@ -152,6 +152,20 @@ impl Process {
     }
 
     /// Sends SIGKILL.
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.expect("a running process");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.expect("memory").trim().trim_end_matches(" kB");
+        kib.parse::<u64>().expect("a number") << 10
+    }
+
+    /// Open files, sockets among them.
+    pub(crate) fn open_files(&self) -> usize {
+        let files = fs::read_dir(format!("/proc/{}/fd", self.pid()));
+        files.expect("a running process").count()
+    }
+
     pub(crate) fn kill(&self) {
         if let Some(mut running) = self.running().take() {
             running.watchdog.end();
