@@ -5,7 +5,6 @@
 //! that may still be moved has a [`MoveWatch`].
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
@@ -25,8 +24,6 @@ pub struct SharedCore {
     written: Notify,
     /// Slots may have been freed.
     room: Notify,
-    /// A request has waited for a slot since the start. Before, freed slots wake no task.
-    is_room_wanted: AtomicBool,
     /// By slot. As many as the core watches.
     watches: Mutex<BTreeMap<u64, Arc<Notify>>>,
 }
@@ -55,7 +52,6 @@ impl SharedCore {
             core: Mutex::new(core),
             written: Notify::new(),
             room: Notify::new(),
-            is_room_wanted: AtomicBool::new(false),
             watches: Mutex::default(),
         })
     }
@@ -94,7 +90,7 @@ impl SharedCore {
         match moved {
             Ok(moved) => moved.inspect(|_| {
                 self.written.notify_one();
-                self.slots_freed();
+                self.room.notify_one();
             }),
             Err(error) => {
                 tracing::error!(%error, "cannot account a move, request stays where it is");
@@ -111,7 +107,7 @@ impl SharedCore {
         drop(core);
         let frees = |change: &LoadChange| matches!(change, LoadChange::Free { .. });
         if message.changes.iter().any(frees) {
-            self.slots_freed();
+            self.room.notify_one();
         }
         if crossed.is_empty() {
             return;
@@ -133,17 +129,9 @@ impl SharedCore {
         self.room.notified().await;
     }
 
-    /// Wakes the task that waits for [`Self::room_changed`]: a request waits for a slot.
+    /// Wakes the task that waits for [`Self::room_changed`].
     pub(crate) fn room_may_be_free(&self) {
-        // A slot that another thread frees is seen by that task, or its thread sees this.
-        self.is_room_wanted.store(true, Ordering::SeqCst);
         self.room.notify_one();
-    }
-
-    fn slots_freed(&self) {
-        if self.is_room_wanted.load(Ordering::SeqCst) {
-            self.room.notify_one();
-        }
     }
 
     fn watch(self: &Arc<Self>, slot: u64, until: Instant) -> MoveWatch {
@@ -183,7 +171,7 @@ impl SlotSink for SharedCore {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);
         if matches!(event, SlotEvent::End { .. }) {
-            self.slots_freed();
+            self.room.notify_one();
         }
         match noted {
             Ok(_) if event.is_urgent() => self.written.notify_one(),

@@ -118,16 +118,6 @@ pub struct Shutdown {
     pub force: CancellationToken,
 }
 
-impl Shutdown {
-    /// A shutdown that begins with this one.
-    fn child(&self) -> Self {
-        Self {
-            stop: self.stop.child_token(),
-            force: self.force.child_token(),
-        }
-    }
-}
-
 /// A listening socket and its router.
 pub struct Server {
     pub listener: TcpListener,
@@ -264,8 +254,7 @@ impl Server {
             let served = ServedConnection {
                 open,
                 router: router.clone(),
-                // Each poll of a connection takes the lock of its own tokens, and of no others.
-                shutdown: shutdown.child(),
+                shutdown: shutdown.clone(),
                 clients: clients.clone(),
                 tasks: tasks.clone(),
             };
