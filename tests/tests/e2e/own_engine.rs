@@ -76,7 +76,10 @@ impl OwnEngine {
         engine.extend(ports.map(|port| port.to_string()));
         let engine = Process::start("/usr/bin/env", &place.path("engine.log"), engine).await;
         let [_, kv, replay] = ports.map(|port| format!("tcp://127.0.0.1:{port}"));
-        let worker = format!("{},kv={kv},replay={replay},id=own", engine.base());
+        let worker = format!(
+            "{},kv={kv},replay={replay},id=own,assume=plain-lookup",
+            engine.base()
+        );
         let (public, admin) = (free_port().to_string(), free_port().to_string());
         let router = strings(&[
             "--host=127.0.0.1",

@@ -772,4 +772,4 @@ pub(crate) fn total(digests: &Tiers<Digest>) -> Digest {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

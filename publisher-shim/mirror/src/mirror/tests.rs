@@ -12,8 +12,16 @@ use crate::wire::{BlockGroup, GroupKind, Medium, SkippedEvents};
 
 const MAIN: Option<GroupKind> = Some(GroupKind::Main);
 
+/// An engine whose metrics show no drafts.
+pub(crate) fn known_plain() -> MirrorConfig {
+    MirrorConfig {
+        speculates: Some(false),
+        ..MirrorConfig::default()
+    }
+}
+
 fn mirror(start: Start) -> Mirror {
-    Mirror::new(MirrorConfig::default(), start)
+    Mirror::new(known_plain(), start)
 }
 
 fn group(index: u32) -> BlockGroup {
@@ -271,7 +279,7 @@ fn orphans_that_are_removed_leave_nothing() {
 fn orphans_beyond_the_bound_are_missing() {
     let config = MirrorConfig {
         orphans_max: 2,
-        ..MirrorConfig::default()
+        ..known_plain()
     };
     let mut mirror = Mirror::new(config, Start::Empty);
     mirror
@@ -298,7 +306,7 @@ fn signs_of_a_wrong_mirror_empty_it() {
         let changes = mirror.apply(&batch(vec![removed(1), stored(None, &[7])]));
         assert_eq!(changes.unwrap().len(), 1);
     };
-    let config = MirrorConfig::default();
+    let config = known_plain();
     check(config, vec![removed(9)], Inconsistency::BelowZero);
     check(
         config,
@@ -350,24 +358,25 @@ fn a_clear_empties_gpu_memory_and_forgets_the_rest() {
 
 #[test]
 fn a_tier_is_credited_from_its_first_store_and_unverified_without_known_removals() {
-    let cpu = |reports_removals| StoredBlocks {
-        medium: Medium::Cpu,
-        reports_removals,
-        ..run(None, &[1])
-    };
-    let store = |assume, reports_removals| {
+    let store_in = |medium, assume, reports_removals| {
         let config = MirrorConfig {
             assume,
-            ..MirrorConfig::default()
+            ..known_plain()
         };
         let mut mirror = Mirror::new(config, Start::Empty);
-        let lower = CacheEvent::Stored(Box::new(cpu(reports_removals)));
+        let lower = StoredBlocks {
+            medium,
+            reports_removals,
+            ..run(None, &[1])
+        };
+        let lower = CacheEvent::Stored(Box::new(lower));
         let events = vec![stored(None, &[1]), lower];
         mirror.apply(&batch(events)).unwrap();
         assert_eq!(mirror.states().gpu, TierState::Complete);
         assert_eq!(mirror.held().len(), 2);
         mirror
     };
+    let store = |assume, reports_removals| store_in(Medium::Cpu, assume, reports_removals);
     let assumed = Assumptions {
         removals: true,
         ..Assumptions::default()
@@ -381,6 +390,12 @@ fn a_tier_is_credited_from_its_first_store_and_unverified_without_known_removals
     let removal = vec![removed_from(1, Medium::Cpu, 0)];
     unknown.apply(&batch(removal)).unwrap();
     assert_eq!(unknown.states().cpu, TierState::Complete);
+    let mut storage = store_in(Medium::Disk, Assumptions::default(), false);
+    let removal = vec![removed_from(1, Medium::Disk, 0)];
+    storage.apply(&batch(removal)).unwrap();
+    assert_eq!(storage.states().disk, TierState::Unverified);
+    let storage = store_in(Medium::Disk, assumed, false);
+    assert_eq!(storage.states().disk, TierState::Complete);
 }
 
 /// Salted blocks of an engine that sends no extra keys look plain in GPU memory, and so below.
@@ -551,7 +566,7 @@ fn a_lower_tiers_store_without_keys_counts_for_known_blocks_only() {
     let mut unknown = known.clone();
     unknown.hashes = vec![EngineHash(2)];
     unknown.tokens = vec![2];
-    let mut mirror = Mirror::new(MirrorConfig::default(), Start::Empty);
+    let mut mirror = Mirror::new(known_plain(), Start::Empty);
     let events = [salted, known, unknown].map(|stored| CacheEvent::Stored(Box::new(stored)));
     mirror.apply(&batch(events.to_vec())).unwrap();
     let salted = LocalHash::of_block(&[1], &[], Seed::new(None, Some("tenant")));
@@ -587,7 +602,7 @@ fn with_plain_chunks() -> Mirror {
     };
     let config = MirrorConfig {
         assume,
-        ..MirrorConfig::default()
+        ..known_plain()
     };
     Mirror::new(config, Start::Empty)
 }
@@ -699,7 +714,7 @@ fn chunks_that_cannot_be_split_are_missing() {
         };
         let config = MirrorConfig {
             assume,
-            ..MirrorConfig::default()
+            ..known_plain()
         };
         let mut mirror = Mirror::new(config, Start::Empty);
         mirror.apply(&batch(vec![stored(None, &[1])])).unwrap();
@@ -746,7 +761,7 @@ fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() 
     ] {
         let config = MirrorConfig {
             assume,
-            ..MirrorConfig::default()
+            ..known_plain()
         };
         for events in [&without_kinds, &with_one_kind] {
             let mut mirror = Mirror::new(config, Start::Empty);

@@ -21,7 +21,7 @@ pub enum LookupDoubt {
     Speculation,
     /// It has state-space layers: with a KV connector a hit follows another rule.
     StateSpace,
-    /// Its metrics, which would show speculation, are not known.
+    /// Its metrics, which would show speculative decoding, are not known.
     NoMetrics,
 }
 
@@ -31,7 +31,7 @@ impl LookupDoubt {
         match self {
             Self::Speculation => "speculative decoding",
             Self::StateSpace => "state-space layers",
-            Self::NoMetrics => "no /metrics, and layers with windows",
+            Self::NoMetrics => "no /metrics, which would show speculative decoding",
         }
     }
 }
@@ -47,8 +47,8 @@ impl Mirror {
         match self.config.speculates {
             Some(true) => Some(LookupDoubt::Speculation),
             _ if self.groups.has_state() => Some(LookupDoubt::StateSpace),
-            None if self.groups.is_windowed() => Some(LookupDoubt::NoMetrics),
-            Some(false) | None => None,
+            None => Some(LookupDoubt::NoMetrics),
+            Some(false) => None,
         }
     }
 

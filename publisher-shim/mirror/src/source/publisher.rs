@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::codec::{self, RECORD_BYTES_MAX};
 use warmroute_proto::{
-    Change, Digest, EngineSeq, Generation, LogTime, Record, RecordNumber, Source, TierState,
+    Change, Digest, EngineSeq, Generation, LogTime, Record, RecordNumber, Source, Tier, TierState,
     TierStates, Tiers,
 };
 
@@ -179,18 +179,27 @@ impl Publisher {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
 
-    /// The last record is as of this batch too if nothing waits behind it and its states still
-    /// hold. A batch may lower a state without a change, with a block whose parent is unknown.
+    /// The last record is as of this batch too if nothing waits behind it. Its states are then at
+    /// most the present ones: a batch may lower a state without a change, with a block whose parent
+    /// is unknown.
     pub(super) fn caught_up(&mut self, context: RecordContext) {
         if !self.is_open() || !self.pending.is_empty() {
             return;
         }
         let in_window = self.window.back_mut().map(|record| &mut record.point);
         let last = in_window.or(self.acknowledged.as_mut());
-        for point in last.into_iter().chain(&mut self.last_cut) {
-            if point.states == context.states {
-                point.engine_seq = context.engine_seq;
+        if let Some(point) = last {
+            for tier in Tier::ALL {
+                let state = point.states.get_mut(tier);
+                *state = state.weakest(*context.states.get(tier));
             }
+            point.engine_seq = context.engine_seq;
+        }
+        // Other states are news, and need a record of their own.
+        if let Some(point) = &mut self.last_cut
+            && point.states == context.states
+        {
+            point.engine_seq = context.engine_seq;
         }
     }
 

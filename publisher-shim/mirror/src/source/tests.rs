@@ -15,6 +15,7 @@ use warmroute_proto::codec;
 use warmroute_proto::{BlockSize, DpRank, LogTime, PrefixHash, Record, StreamIdentity, WorkerId};
 
 use super::*;
+use crate::mirror::tests::known_plain;
 use crate::testing::{LogReader, start};
 
 const GPU: TierState = TierState::Complete;
@@ -107,6 +108,14 @@ struct World {
     notices: Vec<Notice>,
 }
 
+/// The source of an engine whose metrics show no drafts.
+fn config_of(source: Source, has_replay: bool) -> SourceConfig {
+    SourceConfig {
+        mirror: known_plain(),
+        ..SourceConfig::new(source, has_replay)
+    }
+}
+
 impl World {
     fn new(has_replay: bool) -> Self {
         let source = Source {
@@ -115,7 +124,7 @@ impl World {
         };
         Self::with(SourceConfig {
             waits_for_clock: false,
-            ..SourceConfig::new(source, has_replay)
+            ..config_of(source, has_replay)
         })
     }
 

@@ -36,15 +36,9 @@ fn credit(mirror: &Mirror, prompt: &[u32], max: usize) -> usize {
     (1..=max.min(prompt.len())).rev().find(is_held).unwrap_or(0)
 }
 
-fn whole(start: Start) -> Follower {
-    let mut follower = Follower::new(start);
-    follower.mirror.set_speculation(Some(false));
-    follower
-}
-
 #[test]
 fn a_hit_needs_the_window_of_every_sliding_group() {
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     // The sliding groups' events come first, and name the last two of four blocks.
     let mut tail = store_in(0, sliding(3), None, &[1, 2, 3, 4]);
     tail.hashes.drain(..2);
@@ -66,7 +60,7 @@ fn a_hit_needs_the_window_of_every_sliding_group() {
 
 #[test]
 fn a_shorter_prefix_needs_all_of_its_blocks_only() {
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     let full = store_in(0, GroupKind::Main, None, &[1, 2]);
     let window = store_in(1, sliding(100), None, &[1, 2]);
     follower.apply(vec![event(full), event(window)]);
@@ -80,7 +74,7 @@ fn a_shorter_prefix_needs_all_of_its_blocks_only() {
 
 #[test]
 fn a_state_counts_where_it_is_and_is_declared() {
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     let full = store_in(0, GroupKind::Main, None, &[1, 2, 3]);
     let mut state = store_in(1, GroupKind::State, None, &[1, 2, 3]);
     state.hashes = vec![EngineHash(2)];
@@ -103,7 +97,8 @@ fn speculation_and_unknown_metrics_are_never_complete() {
     let full = || event(store_in(0, GroupKind::Main, None, &[1]));
     let window = || event(store_in(1, sliding(2), None, &[1]));
     for (speculates, events, state) in [
-        (None, vec![full()], TierState::Complete),
+        (None, vec![full()], TierState::Unverified),
+        (Some(false), vec![full()], TierState::Complete),
         (Some(true), vec![full()], TierState::Unverified),
         (Some(true), vec![full(), window()], TierState::Unverified),
         (None, vec![full(), window()], TierState::Unverified),
@@ -118,7 +113,7 @@ fn speculation_and_unknown_metrics_are_never_complete() {
 
 #[test]
 fn a_window_that_shows_late_makes_resume_points_of_what_is_held() {
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![event(store_in(0, GroupKind::Main, None, &[1, 2, 3]))]);
     assert!(follower.holds(&[1, 2, 3]));
     let late = event(store_in(1, sliding(2), Some(1), &[2]));
@@ -147,13 +142,13 @@ fn what_cannot_be_placed_is_missing() {
         (vec![full(), event(stranger)], 0),
         (vec![full(), event(window.clone())], 1),
     ] {
-        let mut follower = whole(Start::Empty);
+        let mut follower = Follower::new(Start::Empty);
         follower.apply(events);
         let is_missing = follower.gpu() == TierState::Partial;
         assert_eq!(is_missing, credited == 0);
         assert_eq!(credit(&follower.mirror, &[1], 1), credited);
     }
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![full(), event(window), event(cpu)]);
     follower.apply(vec![removed_from(1, Medium::Cpu, 0)]);
     assert_ne!(follower.mirror.states().cpu, TierState::Complete);
@@ -169,7 +164,7 @@ fn a_model_without_full_attention_places_its_blocks_by_vllms_hashes() {
         stored.hashes = named.iter().map(|&block| names[block]).collect();
         stored
     };
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![event(of(0, 4, &[2, 3]))]);
     assert_eq!(credit(&follower.mirror, &PROMPT, 5), 4);
     follower.mirror = save::reloaded(&follower.mirror);
@@ -189,7 +184,7 @@ fn four_different_windows_are_counted_and_a_fifth_ends_credit() {
         let of_group = |group| event(store_in(group, sliding(group + 2), None, &PROMPT));
         let mut events: Vec<CacheEvent> = (0..windows).map(of_group).collect();
         events.push(event(store_in(windows, GroupKind::Main, None, &PROMPT)));
-        let mut follower = whole(Start::Empty);
+        let mut follower = Follower::new(Start::Empty);
         follower.apply(events);
         assert_eq!(follower.gpu(), state, "{windows} windows");
     }
@@ -200,7 +195,7 @@ fn four_different_windows_are_counted_and_a_fifth_ends_credit() {
 fn a_store_of_windows_only_that_names_all_its_blocks_counts_whatever_its_hashes() {
     let mut stored = store_in(0, sliding(3), None, &PROMPT);
     stored.hashes = (71..76).map(EngineHash).collect();
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![event(stored)]);
     assert_eq!(credit(&follower.mirror, &PROMPT, 5), 5);
     assert_eq!(follower.gpu(), TierState::Complete);
@@ -213,7 +208,7 @@ fn removed_blocks_of_windows_only_leave_nothing_behind() {
         mirror.block_chain.write(&mut bytes);
         bytes.len()
     };
-    let mut follower = whole(Start::Empty);
+    let mut follower = Follower::new(Start::Empty);
     let empty = length(&follower.mirror);
     let names = (1..=5).map(|end| Engine::name(&PROMPT[..end]));
     let mut stored = store_in(0, sliding(3), None, &PROMPT);
@@ -404,7 +399,7 @@ proptest! {
         reload in any::<bool>(),
     ) {
         let mut engine = Engine { groups, counts: BTreeMap::new() };
-        let mut follower = whole(Start::Empty);
+        let mut follower = Follower::new(Start::Empty);
         follower.mirror.config.assume.plain_lookup = true;
         for steps in batches {
             let mut events = Vec::new();

@@ -11,7 +11,7 @@ fn bytes_of(mirror: &Mirror) -> Vec<u8> {
 
 fn load(bytes: &[u8]) -> Result<Mirror, Malformed> {
     let mut reader = FieldReader::new(bytes);
-    let mirror = Mirror::read(MirrorConfig::default(), &mut reader)?;
+    let mirror = Mirror::read(known_plain(), &mut reader)?;
     if reader.is_at_end() {
         Ok(mirror)
     } else {

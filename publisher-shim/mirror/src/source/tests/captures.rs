@@ -46,7 +46,6 @@ fn play_assuming(
     let mut config = World::new(true).core.config;
     config.mirror.assume = assume;
     config.rank = Some(rank);
-    config.mirror.speculates = Some(false);
     let mut world = World::with(config);
     let messages = capture(name);
     let mut live = messages

@@ -303,6 +303,35 @@ fn a_record_is_not_as_of_a_batch_that_lowered_a_state() {
     }
 }
 
+/// The engine's facts come while the log does not answer: the record in flight has states that no
+/// longer are the present ones. It is as of the batches that changed nothing all the same.
+#[test]
+fn a_record_whose_states_changed_is_as_of_later_batches_without_changes() {
+    let mut world = World::started(true);
+    world.core.learn(EngineFacts {
+        speculates: Some(true),
+        ..EngineFacts::default()
+    });
+    world.acks_wait = true;
+    world.publish(&[store(None, &[1])]);
+    world.core.learn(EngineFacts {
+        speculates: Some(false),
+        ..EngineFacts::default()
+    });
+    world.publish(&[]);
+    let first = world.waiting.remove(0);
+    world.core.acknowledged(world.now, first);
+    world.tick_ms(1_000);
+    let last = world.heartbeats.last().unwrap();
+    assert_eq!(last.engine_seq, Some(EngineSeq(1)));
+    assert_eq!(*last.states.get(Tier::Gpu), TierState::Unverified);
+    world.acknowledge_all();
+    world.tick_ms(1_000);
+    assert!(is_complete(
+        *world.heartbeats.last().unwrap().states.get(Tier::Gpu)
+    ));
+}
+
 /// The parts of a split record are as of no earlier batch than the record before.
 #[test]
 fn the_parts_of_a_split_record_do_not_go_back() {
@@ -367,7 +396,7 @@ fn an_answer_to_an_earlier_generation_acknowledges_nothing() {
 fn nothing_is_claimed_before_the_log_told_its_time() {
     let source = World::new(true).core.status(start()).source;
     for (shows, says) in [(1_000_000_000_000, true), (0, false)] {
-        let mut world = World::with(SourceConfig::new(source.clone(), true));
+        let mut world = World::with(config_of(source.clone(), true));
         world.start();
         world.publish(&[store(None, &[1])]);
         world.tick_ms(3_000);
@@ -413,7 +442,7 @@ fn a_change_that_was_read_before_the_log_showed_a_jump_is_as_old_as_the_jump() {
 #[test]
 fn what_was_read_before_the_first_answer_of_the_log_is_claimed_only_after_a_replay() {
     let source = World::new(true).core.status(start()).source;
-    let mut world = World::with(SourceConfig::new(source, true));
+    let mut world = World::with(config_of(source, true));
     world.start();
     world.publish(&[store(None, &[1])]);
     world.tick_ms(200);
