@@ -92,6 +92,8 @@ pub(crate) struct Faults {
 pub(crate) enum StrangeMessage {
     /// A batch of one event whose type is unknown.
     UnknownEvent,
+    /// A batch that names a KV group whose kind is unknown.
+    UnknownKind,
     /// A numbered payload that is no batch.
     UnreadablePayload,
     /// An empty batch without a sequence number.
@@ -352,6 +354,7 @@ impl Rank {
     pub(crate) fn publish_strange(&self, message: StrangeMessage) {
         let encoded = match message {
             StrangeMessage::UnknownEvent => self.encoder.unknown_event(unix_seconds()),
+            StrangeMessage::UnknownKind => self.encoder.unknown_kind(unix_seconds()),
             // MessagePack never uses this byte.
             StrangeMessage::UnreadablePayload => Ok(vec![0xC1]),
             StrangeMessage::TwoFrames => self.encoder.encode(unix_seconds(), &[]),

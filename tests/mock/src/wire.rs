@@ -1,7 +1,7 @@
 //! vLLM's payload encoding (0.24 and later): a batch is an array, its events are maps.
 
 use serde::{Serialize, Serializer};
-use warmroute_sim::sim::{CacheEvent, EngineHash, ExtraKey, GroupKind, StoredBlocks};
+use warmroute_sim::sim::{CacheEvent, EngineHash, ExtraKey, GroupKind, Medium, StoredBlocks};
 
 use crate::args::HashMode;
 use crate::loras::Loras;
@@ -84,6 +84,27 @@ impl Encoder {
     ) -> Result<Vec<u8>, rmp_serde::encode::Error> {
         let events = vec![WireEvent::BlocksMoved];
         rmp_serde::to_vec_named(&Batch(unix_seconds, events, self.rank))
+    }
+
+    /// A batch of one store without blocks, of a KV group whose kind no decoder knows.
+    pub(crate) fn unknown_kind(
+        &self,
+        unix_seconds: f64,
+    ) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+        let stored = WireEvent::BlockStored {
+            block_hashes: Vec::new(),
+            parent_block_hash: None,
+            token_ids: &[],
+            block_size: 16,
+            lora_id: None,
+            medium: Medium::Gpu.name(),
+            lora_name: None,
+            extra_keys: None,
+            group_idx: u32::MAX,
+            kv_cache_spec_kind: "folded_attention",
+            kv_cache_spec_sliding_window: None,
+        };
+        rmp_serde::to_vec_named(&Batch(unix_seconds, vec![stored], self.rank))
     }
 
     fn event<'a>(&self, event: &'a CacheEvent) -> WireEvent<'a> {

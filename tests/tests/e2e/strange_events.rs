@@ -16,6 +16,7 @@ const ENGINES: Engines = Engines {
 };
 
 on_both_planes!(what_is_not_understood_costs_one_generation_and_no_later_credit);
+on_both_planes!(a_group_of_an_unknown_kind_ends_exact_and_no_request);
 on_both_planes!(a_message_without_a_sequence_number_costs_credit_until_the_next_with_one);
 
 /// The engine publishes a strange message.
@@ -105,4 +106,31 @@ async fn a_message_without_a_sequence_number_costs_credit_until_the_next_with_on
         .await;
     assert_credited(&fleet, &mut prompts, "exact").await;
     fleet.assert_indexed_is_true().await;
+}
+
+/// The new group may be needed by a hit, and holds none of the blocks: none is credited any more.
+async fn a_group_of_an_unknown_kind_ends_exact_and_no_request(mode: Mode) {
+    let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
+    let mut prompts = 0..;
+    assert_credited(&fleet, &mut prompts, "exact").await;
+    publish(&fleet, "unknown_kind").await;
+    fleet
+        .until("the source is partial", async |fleet| {
+            let sources = fleet.positions(&fleet.indexes()[0]).await;
+            sources.values().all(|(state, _)| state == "partial")
+        })
+        .await;
+    assert_eq!(
+        warnings(&fleet, "kv_cache_spec_kind \"folded_attention\""),
+        1
+    );
+    let served = loop {
+        let served = complete(&fleet, 0).await;
+        assert_eq!(served.cached_tokens, BLOCKS * BLOCK);
+        if served.state != "unknown" {
+            break served;
+        }
+    };
+    // What engines report is credited all the same, as unverified.
+    assert!(served.state != "exact" && served.overlap_blocks <= BLOCKS);
 }

@@ -159,7 +159,7 @@ async fn an_index_that_credits_absent_blocks_is_distrusted_until_it_is_right() {
     );
 }
 
-const EMBEDDED: Engines = Engines {
+const ENGINES: Engines = Engines {
     count: 2,
     ranks: 1,
     blocks: 2000,
@@ -175,7 +175,7 @@ const STATE: Flags = Flags {
 /// Requests at every engine that share two long beginnings, more than a replay reaches back.
 async fn heat(fleet: &Fleet) {
     for number in 0..20 {
-        for engine in 0..EMBEDDED.count {
+        for engine in 0..ENGINES.count {
             let url = fleet.engine(engine, "/v1/completions");
             let body = prompt(number % 2, 20 + number / 2);
             let answer = fleet.http.post(url).json(&body).send().await.unwrap();
@@ -187,15 +187,32 @@ async fn heat(fleet: &Fleet) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prefix_hot_before_the_start_is_credited_by_reports() {
-    let fleet = Fleet::start(Mode::Embedded, EMBEDDED, STATE).await;
+    let fleet = Fleet::start(Mode::Embedded, ENGINES, STATE).await;
     heat(&fleet).await;
     fleet.routers[0].kill();
     fs::remove_dir_all(fleet.file("state")).unwrap();
     fleet.routers[0].restart().await;
     fleet.until_indexed_as(&["partial"]).await;
+    credited_by_reports(&fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_hot_before_its_shim_started_is_credited_by_reports() {
+    let fleet = Fleet::start(MODE, ENGINES, Flags::default()).await;
+    heat(&fleet).await;
+    for shim in &fleet.parts().shims {
+        shim.kill();
+        shim.restart().await;
+    }
+    fleet.until_indexed_as(&["partial"]).await;
+    credited_by_reports(&fleet).await;
+}
+
+/// Requests with the hot beginnings, until ten were credited.
+async fn credited_by_reports(fleet: &Fleet) {
     let (mut requests, mut credited) = (0, 0);
     while credited < 10 {
-        let served = complete(&fleet, &prompt(requests % 2, 15)).await;
+        let served = complete(fleet, &prompt(requests % 2, 15)).await;
         assert_eq!(served.cached_tokens, 15 * BLOCK);
         assert!(served.overlap_blocks <= 15, "{}", served.overlap_blocks);
         // `unknown`: the index did not answer in time.
@@ -210,7 +227,7 @@ async fn a_prefix_hot_before_the_start_is_credited_by_reports() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_embedded_router_with_a_state_directory_restarts_exact() {
-    let fleet = Fleet::start(Mode::Embedded, EMBEDDED, STATE).await;
+    let fleet = Fleet::start(Mode::Embedded, ENGINES, STATE).await;
     heat(&fleet).await;
     fleet.routers[0].signal("TERM");
     fleet.routers[0].ended().await;
