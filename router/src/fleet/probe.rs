@@ -1,6 +1,8 @@
 //! Probes every engine's `/health`, each at its own pace.
 
 use std::collections::BTreeSet;
+use std::error::Error;
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -91,12 +93,11 @@ pub(super) async fn probe(
     let get = async |path| get(&client, &keys, &target, path).await;
     let observation = match get("health").await {
         Ok(response) if response.status().is_success() => Observation::ProbePassed,
-        Err(error) if error.is_connect() && !error.is_timeout() => {
-            if let Some(why) = tls::failure_of(&error) {
-                return (target, ProbeResult::TlsRefused(why));
-            }
-            Observation::ConnectRefused
-        }
+        Err(error) if is_refused(&error) => Observation::ConnectRefused,
+        Err(error) if error.is_connect() => match tls::failure_of(&error) {
+            Some(why) => return (target, ProbeResult::TlsRefused(why)),
+            None => Observation::ProbeFailed,
+        },
         Ok(_) | Err(_) => Observation::ProbeFailed,
     };
     if observation == Observation::ProbePassed && !target.must_list.is_empty() {
@@ -108,6 +109,20 @@ pub(super) async fn probe(
         }
     }
     (target, ProbeResult::Seen(observation))
+}
+
+/// No process listens there. One such failure is proof; other failures to connect are not.
+pub(crate) fn is_refused(error: &reqwest::Error) -> bool {
+    error.is_connect()
+        && causes(error).any(|cause| io_kind(cause) == Some(ErrorKind::ConnectionRefused))
+}
+
+pub(crate) fn io_kind(cause: &(dyn Error + 'static)) -> Option<ErrorKind> {
+    cause.downcast_ref::<io::Error>().map(io::Error::kind)
+}
+
+pub(crate) fn causes(error: &reqwest::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
+    std::iter::successors(error.source(), |&cause| cause.source())
 }
 
 async fn get(

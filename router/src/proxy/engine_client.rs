@@ -21,6 +21,7 @@ use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
 use crate::engine_keys::EngineKeys;
+use crate::fleet::{causes, io_kind};
 use crate::metrics::{Metrics, RetryReason};
 use crate::settings::LiveSettings;
 
@@ -131,22 +132,15 @@ impl EngineClient {
 
 /// The connection closed before the answer's head was complete.
 fn is_closed(error: &reqwest::Error) -> bool {
-    let mut next = error.source();
-    let mut causes = std::iter::from_fn(|| {
-        let cause = next?;
-        next = cause.source();
-        Some(cause)
-    });
     let is_close = |cause: &(dyn Error + 'static)| {
         let hyper = cause.downcast_ref::<hyper::Error>();
-        let system = cause.downcast_ref::<io::Error>().map(io::Error::kind);
         hyper.is_some_and(hyper::Error::is_incomplete_message)
             || matches!(
-                system,
+                io_kind(cause),
                 Some(io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
             )
     };
-    !error.is_connect() && causes.any(is_close)
+    !error.is_connect() && causes(error).any(is_close)
 }
 
 /// Bounds the time of connecting by the settings in force, and notes each new connection.

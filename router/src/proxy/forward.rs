@@ -22,7 +22,7 @@ use super::waiting::WorkerWait;
 use crate::admission::ShedReason;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
-use crate::fleet::{Fleet, RequestResult};
+use crate::fleet::{Fleet, RequestResult, is_refused};
 use crate::metrics::{CancelPhase, RetryReason};
 use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
@@ -239,10 +239,12 @@ impl App {
         let (worker, url) = (&decision.source.worker, &decision.url);
         tracing::warn!(%worker, %error, "worker did not answer");
         let reason = match error {
-            AttemptError::Http(error) if error.is_connect() => {
+            AttemptError::Http(error) if is_refused(error) => {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);
                 return RetryReason::Connect;
             }
+            // The worker's fault or this machine's: it has no free port, no free file or no route.
+            AttemptError::Http(error) if error.is_connect() => RetryReason::Connect,
             AttemptError::Http(_) => RetryReason::Broken,
             AttemptError::Silent(_) => RetryReason::Silent,
         };

@@ -257,6 +257,17 @@ async fn a_refused_connection_goes_to_the_next_worker() {
     world.until_quiet().await;
 }
 
+/// The failure may be the router's own: no free port, no free file, no route.
+#[tokio::test]
+async fn a_connection_that_cannot_be_tried_does_not_make_the_worker_unhealthy() {
+    let engine = Engine::unreachable().await;
+    let world = World::with(&[&engine]).await;
+    let response = world.send("/v1/completions", &body(40)).await;
+    assert_eq!(response.status(), 503);
+    assert!(world.app.fleet.snapshot()[0].health.usable());
+    world.until_quiet().await;
+}
+
 #[tokio::test]
 async fn a_503_goes_to_the_next_worker_and_passes_through_where_there_is_none() {
     let (busy, alive) = (Engine::start().await, Engine::start().await);

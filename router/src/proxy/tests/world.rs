@@ -146,6 +146,13 @@ impl Engine {
         }
     }
 
+    /// An address that no connection is tried to.
+    pub(super) async fn unreachable() -> Self {
+        let mut engine = Self::start().await;
+        engine.url = "http://255.255.255.255:1".to_owned();
+        engine
+    }
+
     pub(super) const fn with_ranks(mut self, ranks: u32) -> Self {
         self.ranks = ranks;
         self
