@@ -33,7 +33,7 @@ use warmroute_index::writer::{self, RECLAIM_MAX};
 use warmroute_plane::{
     Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, ServiceRequest,
 };
-use warmroute_process::blocking;
+use warmroute_process::{blocking, build};
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterId, RosterPage, RosterPageRequest};
@@ -319,6 +319,7 @@ impl Handle {
     pub fn view(&self, ask: &ViewPageRequest) -> ViewPage {
         let page = view::page(&self.shared.read(), ask, now());
         ViewPage {
+            version: build::version().to_owned(),
             ready: self.is_ready(),
             unix_ns: unix_ns(),
             snapshot_every_secs: self.shared.snapshot_every_secs.get().copied(),

@@ -336,13 +336,16 @@ impl EndedRequest {
             index_state: one.decision.index_state,
             credited_tokens: report.credited_tokens(),
         });
+        let [correlation, traceparent] = report.traces.clone();
+        // A trace that began here: the client sent none.
+        let own = report.trace.as_deref().map(RequestTrace::traceparent);
         Self {
             started: report.started,
             time: unix_time(),
             total,
             route: report.route,
             request_id: report.request_id.clone(),
-            traces: report.traces.clone(),
+            traces: [correlation, traceparent.or(own)],
             model: report.series.as_ref().map(|one| Arc::clone(&one.model)),
             placement,
             prompt_tokens: report.prompt.tokens,
@@ -374,11 +377,10 @@ impl CallSinks {
         let took = report.started.elapsed();
         self.metrics.request_ended(report.route, report.end, took);
         report.count(took);
-        let trace = report.trace.take();
-        if trace.is_some() || self.access_log.is_on() {
+        if report.trace.is_some() || self.access_log.is_on() {
             let ended = Arc::new(EndedRequest::new(report, took));
             self.access_log.ended(&ended);
-            if let Some(trace) = trace {
+            if let Some(trace) = report.trace.take() {
                 self.tracer.ended(trace, &ended);
             }
         }

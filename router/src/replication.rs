@@ -21,6 +21,7 @@ use warmroute_plane::{
     Broadcast, Connection, LeaseEvent, LeaseHolder, Plane, PlaneError, PlaneStream, RETRY_DELAY,
     RegistryEvent, RegistryWatch, Revision, ServiceRequest,
 };
+use warmroute_process::build;
 use warmroute_proto::load::RouterEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId, codec};
@@ -140,7 +141,7 @@ impl Incarnations {
     fn new(plane: &Arc<dyn Plane>, subjects: &Subjects, router: RouterId) -> Self {
         let entry = RouterEntry {
             router,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            version: build::version().to_owned(),
         };
         Self {
             lease: LeaseHolder::new(Arc::clone(plane), subjects.router_key(router)),

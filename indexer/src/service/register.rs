@@ -1,6 +1,7 @@
 //! This replica's entry in the registry, under a lease: for operators and for clients of its HTTP.
 
 use warmroute_plane::LeaseHolder;
+use warmroute_process::build;
 use warmroute_proto::registry::IndexerEntry;
 
 use super::*;
@@ -32,7 +33,7 @@ impl Worker {
         IndexerEntry {
             id: replica.id.clone(),
             url: replica.url.clone(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            version: build::version().to_owned(),
             ready,
             log: fold.log(),
             position: fold.position(),

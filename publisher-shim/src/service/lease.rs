@@ -15,6 +15,7 @@ use tracing::{debug, info, warn};
 use warmroute_plane::{
     LEASE_RENEWAL, LEASE_TTL, LeaseEvent, LeaseHolder, PlaneError, PutIf, Revision,
 };
+use warmroute_process::build;
 use warmroute_proto::codec;
 use warmroute_proto::registry::{ShimEntry, WorkerEntry};
 
@@ -58,7 +59,7 @@ impl WorkerLease {
         fastrand::fill(&mut instance);
         let entry = ShimEntry {
             instance,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            version: build::version().to_owned(),
         };
         // Encoding into memory does not fail; if it did, the random bytes alone are unique.
         let value = codec::encode(&entry).unwrap_or_else(|_| instance.to_vec());
@@ -177,7 +178,7 @@ impl WorkerLease {
                 self.config.ranks,
                 views.iter().map(|view| view.main_attention_only),
             ),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+            version: build::version().to_owned(),
         }
     }
 }

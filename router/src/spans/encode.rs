@@ -11,6 +11,7 @@ use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span, Status};
 use tokio::time::Instant;
+use warmroute_process::build;
 
 use super::context::SpanId;
 use super::export::FinishedTrace;
@@ -98,7 +99,7 @@ impl TraceStep {
 pub(super) fn export_request(batch: &[FinishedTrace], instance: &str) -> ExportTraceServiceRequest {
     let resource = Attributes::default()
         .text("service.name", SERVICE)
-        .text("service.version", env!("CARGO_PKG_VERSION"))
+        .text("service.version", build::version())
         .text("service.instance.id", instance);
     let spans = batch.iter().flat_map(FinishedTrace::spans).collect();
     ExportTraceServiceRequest {

@@ -28,8 +28,11 @@ async fn end_requests(endpoint: &str, status: u16) -> Arc<Metrics> {
         let id = HeaderValue::from_static("r");
         let mut report = CallReport::new(RouteLabel::Chat, id, [None, None]);
         report.status = status;
-        let trace = tracer.begin(None).unwrap();
+        report.trace = tracer.begin(None);
         let ended = EndedRequest::new(&report, Duration::from_millis(1));
+        let trace = report.trace.take().unwrap();
+        let [_, begun] = &ended.traces;
+        assert_eq!(begun.as_ref(), Some(&trace.traceparent()));
         tracer.ended(trace, &Arc::new(ended));
     }
     // No task has run since: the queue is full of what may fill it.
