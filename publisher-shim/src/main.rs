@@ -1,17 +1,19 @@
 //! `warmroute-shim`: flags in, exit code out.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
+use warmroute_process::followed_file::FollowedFile;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 use warmroute_shim::args::{Args, Config};
-use warmroute_shim::{EngineKey, Service, StateDir, http};
+use warmroute_shim::{EngineKey, EngineKeyError, EngineKeySource, Service, StateDir, http};
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -31,10 +33,9 @@ fn start() -> anyhow::Result<()> {
 
 async fn run(mut config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("listening for signals")?;
-    if let Some(file) = &config.engine_key_file {
-        let key = EngineKey::read(file);
-        let key = key.with_context(|| format!("--engine-key-file {}", file.display()))?;
-        config.shim.engine_key = key.into();
+    let engine_key = engine_key(config.engine_key_file)?;
+    if let Some(file) = engine_key.clone() {
+        config.shim.engine_key = EngineKeySource::new(move || Some(file.current()));
     }
     let tls = EngineTls::of_file(config.engine_ca.as_deref()).context("--engine-ca")?;
     config.shim.engine_tls = Some(tls);
@@ -55,6 +56,9 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     let nats = nats::join(&config.nats, "warmroute-shim", &tasks).await?;
     let service = Service::new(config.shim, nats.plane())?;
     let handle = service.handle();
+    if let Some(file) = engine_key {
+        tasks.spawn("the engine's key", file.follow(tasks.stop.clone()));
+    }
     let stop = tasks.stop.clone();
     tasks.spawn("shim", async move {
         if let Err(error) = service.run(stop).await {
@@ -63,4 +67,11 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     });
     announce(format_args!("{{\"port\":{port}}}"));
     host::run(listener, http::router(handle, Some(nats)), signals, tasks).await
+}
+
+fn engine_key(
+    path: Option<PathBuf>,
+) -> anyhow::Result<Option<FollowedFile<EngineKey, EngineKeyError>>> {
+    let file = path.map(|path| FollowedFile::load("--engine-key-file", path, EngineKey::read));
+    file.transpose().context("--engine-key-file")
 }

@@ -144,9 +144,7 @@ impl Running {
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
-        if let Some(watcher) = watcher {
-            tasks.spawn("settings", watcher.run(tasks.stop.clone()));
-        }
+        tasks.spawn("settings", watcher.run(tasks.stop.clone()));
         let clients = Port::default();
         let services = Services {
             metrics,
@@ -582,18 +580,17 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
     )
 }
 
-/// The settings in force, and the watcher of their file if there is one.
+/// The settings in force, and their watcher.
 fn live_settings(
     config: &Config,
     metrics: &Arc<Metrics>,
-) -> anyhow::Result<(Arc<LiveSettings>, Option<SettingsWatcher>)> {
-    let Some(file) = config.settings.clone() else {
-        return Ok(Default::default());
-    };
-    let live = LiveSettings::new(file.settings.clone());
+) -> anyhow::Result<(Arc<LiveSettings>, SettingsWatcher)> {
+    let file = config.settings.clone();
+    let settings = file.as_ref().map(|file| file.settings.clone());
+    let live = LiveSettings::new(settings.unwrap_or_default());
     let watcher = SettingsWatcher::new(file, Arc::clone(&live), Arc::clone(metrics))
         .context("listening for SIGHUP")?;
-    Ok((live, Some(watcher)))
+    Ok((live, watcher))
 }
 
 fn shared_core(config: &Config, router: RouterId) -> Arc<SharedCore> {

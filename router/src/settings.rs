@@ -88,13 +88,18 @@ impl SettingsFile {
 
 /// Reads the file again when it changes.
 pub(crate) struct SettingsWatcher {
-    path: PathBuf,
-    rule: WorkerRule,
+    /// `None`: SIGHUP reads only the other files again.
+    file: Option<WatchedFile>,
     live: Arc<LiveSettings>,
     metrics: Arc<Metrics>,
-    /// The file's last content, or why there was none.
-    judged: Result<Settings, String>,
     hangup: Signal,
+}
+
+struct WatchedFile {
+    path: PathBuf,
+    rule: WorkerRule,
+    /// Its last content, or why there was none.
+    judged: Result<Settings, String>,
 }
 
 /// Why the file is read.
@@ -106,16 +111,19 @@ enum ReloadCause {
 
 impl SettingsWatcher {
     pub(crate) fn new(
-        file: SettingsFile,
+        file: Option<SettingsFile>,
         live: Arc<LiveSettings>,
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
-        Ok(Self {
+        let file = file.map(|file| WatchedFile {
             path: file.path,
             rule: file.rule,
+            judged: Ok(file.settings),
+        });
+        Ok(Self {
+            file,
             live,
             metrics,
-            judged: Ok(file.settings),
             hangup: signal(SignalKind::hangup())?,
         })
     }
@@ -138,7 +146,14 @@ impl SettingsWatcher {
 
     /// Applies the file if its content changed or an operator asks.
     async fn reload(&mut self, cause: ReloadCause) {
-        let (path, rule) = (self.path.clone(), self.rule.clone());
+        let Some(file) = &self.file else {
+            if cause == ReloadCause::Signal {
+                tracing::info!("no settings file, other files are read again");
+                self.live.replace(Settings::clone(&self.live.current()));
+            }
+            return;
+        };
+        let (path, rule) = (file.path.clone(), file.rule.clone());
         let Ok(read) = spawn_blocking(move || Settings::load(&path, &rule)).await else {
             return;
         };
@@ -147,12 +162,15 @@ impl SettingsWatcher {
             ReloadCause::Period => self.without_opened_ports(settings),
             ReloadCause::Signal => Ok(settings),
         });
-        if judged == self.judged && cause == ReloadCause::Period {
+        let Some(file) = &mut self.file else {
+            return;
+        };
+        if judged == file.judged && cause == ReloadCause::Period {
             return;
         }
         match &judged {
             Ok(settings) => {
-                tracing::info!(?settings, path = ?self.path, "settings loaded");
+                tracing::info!(?settings, path = ?file.path, "settings loaded");
                 if settings.is_admin_port_locked() {
                     tracing::warn!("no admin keys are left: the admin port admits no client");
                 }
@@ -160,11 +178,11 @@ impl SettingsWatcher {
                 self.metrics.reloaded(ReloadResult::Loaded);
             }
             Err(error) => {
-                tracing::error!(error, path = ?self.path, "settings not loaded, old ones kept");
+                tracing::error!(error, path = ?file.path, "settings not loaded, old ones kept");
                 self.metrics.reloaded(ReloadResult::Refused);
             }
         }
-        self.judged = judged;
+        file.judged = judged;
     }
 
     /// A file may be half written, so a change of it opens no port. The removal of the last admin

@@ -2,18 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
-use tokio::sync::watch;
-use tokio::task::spawn_blocking;
-use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use warmroute_process::access::keys::{KeyHash, KeyIdError, StoredKey};
 use warmroute_process::access::{OperatorKey, PortKeys, Role};
+use warmroute_process::followed_file::FollowedFile;
 use warmroute_process::small_file;
-
-/// Time between two looks at the file.
-const CHECK_PERIOD: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
@@ -33,53 +27,27 @@ const FILE_BYTES_MAX: u64 = 64 << 10;
 /// Shorter keys can be guessed.
 const KEY_CHARS_MIN: usize = 16;
 
-/// The key in force. A file that cannot be read later, or has no key, changes nothing.
+/// The key in force.
 #[derive(Clone, Debug)]
-pub struct ApiKey {
-    path: Option<PathBuf>,
-    keys: watch::Sender<PortKeys>,
-}
+pub struct ApiKey(Option<FollowedFile<Arc<[OperatorKey]>, KeyFileError>>);
 
 impl ApiKey {
     /// Without a file, the port asks for no key.
     pub fn load(path: Option<PathBuf>) -> Result<Self, KeyFileError> {
-        let keys = path.as_deref().map(read).transpose()?;
-        Ok(Self {
-            path,
-            keys: watch::Sender::new(keys),
-        })
+        let file = path.map(|path| FollowedFile::load("--api-key-file", path, read));
+        file.transpose().map(Self)
     }
 
     #[must_use]
     pub fn keys(&self) -> PortKeys {
-        self.keys.borrow().clone()
+        self.0.as_ref().map(FollowedFile::current)
     }
 
     /// Reads the file again until stopped.
     pub async fn follow(self, stop: CancellationToken) {
-        let mut failure = None;
-        while stop
-            .run_until_cancelled(sleep(CHECK_PERIOD))
-            .await
-            .is_some()
-        {
-            let Some(path) = self.path.clone() else {
-                continue;
-            };
-            let Ok(read) = spawn_blocking(move || read(&path)).await else {
-                continue;
-            };
-            let error = read.as_ref().err().map(ToString::to_string);
-            if let Some(error) = error.as_ref().filter(|_| error != failure) {
-                tracing::error!(error, "--api-key-file not read, the old key stays in force");
-            }
-            failure = error;
-            if let Ok(keys) = read
-                && self.keys.borrow().as_ref() != Some(&keys)
-            {
-                tracing::info!("--api-key-file has another key");
-                self.keys.send_replace(Some(keys));
-            }
+        match self.0 {
+            Some(file) => file.follow(stop).await,
+            None => stop.cancelled().await,
         }
     }
 }
@@ -106,8 +74,6 @@ fn read(path: &Path) -> Result<Arc<[OperatorKey]>, KeyFileError> {
 
 #[cfg(test)]
 mod tests {
-    use tokio_util::task::TaskTracker;
-
     use super::*;
 
     #[test]
@@ -136,26 +102,5 @@ mod tests {
         assert!(made.unwrap().success());
         assert!(matches!(read(&path), Err(KeyFileError::Unreadable { .. })));
         std::fs::remove_file(&path).unwrap();
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_new_key_replaces_the_old_one_and_a_bad_file_does_not() {
-        let path = std::env::temp_dir().join(format!("wr-key-{}", uuid::Uuid::new_v4()));
-        let (old, new) = ("0123456789abcdef", "fedcba9876543210");
-        std::fs::write(&path, old).unwrap();
-        let key = ApiKey::load(Some(path.clone())).unwrap();
-        let stop = CancellationToken::new();
-        let following = TaskTracker::new().spawn(key.clone().follow(stop.clone()));
-        for (text, expected) in [("", old), (new, new), ("short", new), (old, old)] {
-            std::fs::write(&path, text).unwrap();
-            sleep(3 * CHECK_PERIOD).await;
-            let hash = key.keys().unwrap()[0].key.hash;
-            assert_eq!(Some(hash), KeyHash::of(expected.as_bytes()), "{text:?}");
-        }
-        std::fs::remove_file(&path).unwrap();
-        sleep(3 * CHECK_PERIOD).await;
-        assert!(key.keys().is_some());
-        stop.cancel();
-        following.await.unwrap();
     }
 }

@@ -11,6 +11,7 @@ pub mod build;
 pub mod engine_answer;
 pub mod engine_args;
 pub mod env;
+pub mod followed_file;
 pub mod host;
 pub mod listen;
 pub mod logs;

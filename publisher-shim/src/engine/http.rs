@@ -4,7 +4,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs;
 use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -18,6 +17,7 @@ use serde::Deserialize;
 use serde_json::json;
 use warmroute_process::engine_answer::bounded_body;
 use warmroute_process::metrics_page::samples;
+use warmroute_process::small_file;
 use warmroute_process::tls::{self, EngineTls};
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
@@ -35,6 +35,8 @@ const RESET_ROUTE: &str = "/reset_prefix_cache";
 /// Routes whose calls can reset the prefix cache.
 const RESET_ROUTES: [&str; 4] = [RESET_ROUTE, "/sleep", "/release_kv_cache_memory", "/pause"];
 const RANK_HEADER: &str = "X-data-parallel-rank";
+/// A longer key fits into no header.
+const KEY_BYTES_MAX: u64 = 64 << 10;
 /// More than any `/metrics` or model list.
 const BODY_BYTES_MAX: usize = 8 << 20;
 
@@ -55,7 +57,8 @@ pub enum EngineKeyError {
 impl EngineKey {
     /// Reads the key from a file. Trims white space.
     pub fn read(file: &Path) -> Result<Self, EngineKeyError> {
-        Self::parse(&fs::read_to_string(file)?)
+        let text = small_file::read(file, KEY_BYTES_MAX)?;
+        Self::parse(&String::from_utf8_lossy(&text))
     }
 
     /// A key as its text. Trims white space.
@@ -350,6 +353,7 @@ fn reset_calls(metrics: &str) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::sync::Mutex;
 
     use axum::http::HeaderMap;

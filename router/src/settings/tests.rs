@@ -204,7 +204,7 @@ async fn a_changed_file_applies_and_a_bad_one_keeps_the_settings() {
     let live = LiveSettings::new(file.settings.clone());
     let metrics = Arc::new(Metrics::new().unwrap());
     let watched = (Arc::clone(&live), Arc::clone(&metrics));
-    let watcher = SettingsWatcher::new(file, watched.0, watched.1).unwrap();
+    let watcher = SettingsWatcher::new(Some(file), watched.0, watched.1).unwrap();
     let stop = CancellationToken::new();
     let tasks = tokio_util::task::TaskTracker::new();
     tasks.spawn(watcher.run(stop.clone()));
@@ -255,7 +255,23 @@ fn watched(text: &str) -> (PathBuf, SettingsWatcher) {
     let file = SettingsFile::load(&path, &WorkerRule::Embedded(Vec::new())).unwrap();
     let live = LiveSettings::new(file.settings.clone());
     let metrics = Arc::new(Metrics::new().unwrap());
-    (path, SettingsWatcher::new(file, live, metrics).unwrap())
+    (
+        path,
+        SettingsWatcher::new(Some(file), live, metrics).unwrap(),
+    )
+}
+
+/// What follows the settings reads its files again when they are replaced.
+#[tokio::test]
+async fn a_signal_replaces_the_settings_without_a_file_too() {
+    let (live, metrics) = (Arc::default(), Arc::new(Metrics::new().unwrap()));
+    let mut watcher = SettingsWatcher::new(None, Arc::clone(&live), metrics).unwrap();
+    let before = live.current();
+    watcher.reload(ReloadCause::Period).await;
+    assert!(Arc::ptr_eq(&before, &live.current()));
+    watcher.reload(ReloadCause::Signal).await;
+    assert!(!Arc::ptr_eq(&before, &live.current()));
+    assert_eq!(before, live.current());
 }
 
 /// A half written file has fewer tables.
