@@ -30,6 +30,9 @@ use crate::shared_core::SharedCore;
 /// Requests of the API that wait for the supervisor.
 const WAITING_MAX: usize = 64;
 
+/// After so long a worker that could not be started is tried again.
+const RETRY: Duration = Duration::from_secs(10);
+
 /// Between two looks at the open requests of a worker that leaves.
 const DRAIN_POLL: Duration = Duration::from_millis(100);
 
@@ -142,6 +145,8 @@ pub(crate) struct WorkerSupervisor {
     state_dir: Option<PathBuf>,
     plan: WorkerPlan,
     lives: BTreeMap<WorkerId, WorkerLife>,
+    /// Why planned workers have no life. Logged once.
+    failures: BTreeMap<WorkerId, String>,
     tasks: JoinSet<(WorkerId, LifeEnd)>,
     requests: mpsc::Receiver<WorkerRequest>,
     shims: Arc<Shims>,
@@ -183,6 +188,7 @@ impl WorkerSupervisor {
             state_dir: config.state_dir.clone(),
             plan,
             lives: BTreeMap::new(),
+            failures: BTreeMap::new(),
             tasks: JoinSet::new(),
             requests,
             shims,
@@ -210,9 +216,12 @@ impl WorkerSupervisor {
     /// Runs until stopped, or until a shim fails.
     pub(crate) async fn run(mut self) {
         let mut settings = self.parts.settings.changes();
+        let mut retries = interval(RETRY);
+        retries.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = self.stop.cancelled() => break,
+                _ = retries.tick() => {}
                 Ok(()) = settings.changed() => {
                     let files = settings.borrow_and_update().workers.clone();
                     self.plan.set_files(&files);
@@ -290,10 +299,18 @@ impl WorkerSupervisor {
         let absent = absent.filter(|spec| !self.must_wait(spec)).cloned();
         for spec in absent.collect::<Vec<_>>() {
             let worker = spec.id.clone();
-            if let Err(error) = self.begin(spec) {
-                tracing::error!(%worker, "worker not started: {error:#}");
+            let failure = self.begin(spec).err().map(|error| format!("{error:#}"));
+            match failure {
+                Some(why) if self.failures.get(&worker) != Some(&why) => {
+                    tracing::error!(%worker, "worker not started, tried again: {why}");
+                    self.failures.insert(worker, why);
+                }
+                Some(_) => {}
+                None => drop(self.failures.remove(&worker)),
             }
         }
+        self.failures
+            .retain(|worker, _| self.plan.get(worker).is_some());
     }
 
     fn must_wait(&self, spec: &WorkerSpec) -> bool {

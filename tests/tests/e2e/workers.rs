@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -165,6 +166,8 @@ async fn a_workers_file_is_followed() {
     let flags: &'static [&'static str] = Vec::leak(vec![
         "--config",
         String::leak(config.to_str().unwrap().to_owned()),
+        "--state-dir",
+        "PLACE/state",
     ]);
     let flags = Flags {
         router: flags,
@@ -187,7 +190,13 @@ async fn a_workers_file_is_followed() {
     declare(&[0]);
     fleet.routers[0].signal("HUP");
     until_serving(&fleet, &[0]).await;
+    // A worker that cannot be started is tried again.
+    let state = fleet.file("state/worker-1");
+    symlink("/nowhere", &state).unwrap();
     declare(&[0, 1]);
+    let logged = async |fleet: &Fleet| fleet.shim_log().contains("worker not started");
+    fleet.until("the failure is logged", logged).await;
+    fs::remove_file(&state).unwrap();
     until_serving(&fleet, &[0, 1]).await;
     fleet.until_indexed().await;
     // A file that cannot be read keeps the workers.
