@@ -59,22 +59,32 @@ const EXPOSED: &str = "x-request-id, x-correlation-id, retry-after, x-warmroute-
 /// Seconds for which a browser keeps the answer to a preflight request.
 const PREFLIGHT_SECS: u64 = 600;
 
+/// Served without a key, besides the probes.
+const OPEN: [&str; 1] = ["/ping"];
+
+/// The routes of which the router knows more than that they are forwarded.
+pub(super) fn guarded() -> [(&'static str, MethodRouter<Arc<App>>); 9] {
+    [
+        ("/v1/chat/completions", post(chat)),
+        ("/v1/completions", post(completions)),
+        ("/v1/responses", post(responses)),
+        ("/v1/messages", post(messages)),
+        ("/v1/models", get(models::list)),
+        ("/v1/models/{*name}", get(models::one)),
+        ("/v1/responses/{id}", get(stored::find)),
+        ("/v1/responses/{id}/cancel", post(stored::find)),
+        ("/version", get(pass)),
+    ]
+}
+
 pub(crate) fn router(app: Arc<App>) -> Router {
-    let only = |methods: MethodRouter<Arc<App>>| methods.fallback(wrong_method);
-    let forwarded = FORWARDED.into_iter().fold(Router::new(), |router, path| {
-        router.route(path, only(post(pass)))
+    let forwarded = FORWARDED.into_iter().map(|path| (path, post(pass)));
+    let routes = OPEN.into_iter().map(|path| (path, get(alive).post(alive)));
+    let routes = routes.chain(forwarded).chain(guarded());
+    let routes = routes.fold(Router::new(), |router, (path, methods)| {
+        router.route(path, methods.fallback(wrong_method))
     });
-    forwarded
-        .route("/v1/chat/completions", only(post(chat)))
-        .route("/v1/completions", only(post(completions)))
-        .route("/v1/responses", only(post(responses)))
-        .route("/v1/messages", only(post(messages)))
-        .route("/v1/models", only(get(models::list)))
-        .route("/v1/models/{*name}", only(get(models::one)))
-        .route("/v1/responses/{id}", only(get(stored::find)))
-        .route("/v1/responses/{id}/cancel", only(post(stored::find)))
-        .route("/version", only(get(pass)))
-        .route("/ping", only(get(alive).post(alive)))
+    routes
         .route("/v1/{*path}", any(pass_added))
         .merge(probes(get(alive), get(readyz)))
         .fallback(unknown_path)
@@ -130,7 +140,7 @@ fn turned_away(app: &App, refusal: DoorRefusal, request: Request) -> Response {
 
 /// Whether the path is served without any worker or peer.
 fn is_probe(path: &str) -> bool {
-    path == "/ping" || warmroute_process::server::is_probe(path)
+    OPEN.contains(&path) || warmroute_process::server::is_probe(path)
 }
 
 /// The answer to a browser that asks whether a page may send a request.

@@ -4,7 +4,7 @@ use axum::http::Method;
 use reqwest::RequestBuilder;
 use warmroute_process::access::keys::KeyHash;
 
-use super::super::routes::FORWARDED;
+use super::super::routes::{FORWARDED, guarded};
 use super::*;
 
 const KEY: &str = "wr-of-a";
@@ -38,20 +38,10 @@ async fn answer(request: RequestBuilder, key: &str) -> reqwest::Response {
 async fn no_route_but_the_probes_answers_without_a_key() {
     let engine = Engine::start().await;
     let world = world(&engine, "").await;
-    let own = [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/models",
-        "/v1/models/m",
-        "/v1/responses/r",
-        "/v1/responses/r/cancel",
-        "/version",
-        "/v1/added",
-        "/metrics",
-        "/unknown",
-        "/",
-    ];
-    for path in own.iter().chain(&FORWARDED) {
+    let guarded = guarded().map(|(path, _)| path);
+    let unknown = ["/v1/added", "/metrics", "/unknown", "/"];
+    for path in guarded.iter().chain(&FORWARDED).chain(&unknown) {
+        let path = &*path.replace("{*name}", "m").replace("{id}", "r");
         for method in [Method::GET, Method::POST, Method::PUT, Method::OPTIONS] {
             let request = || world.request(method.clone(), path).body("{}");
             let status = request().send().await.unwrap().status();
