@@ -19,6 +19,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
 use warmroute_process::listen::bind;
+use warmroute_process::open_files;
 use warmroute_process::server::{ClientRules, Http2, Server, Shutdown};
 use warmroute_process::signals::{self, Signals};
 use warmroute_process::tasks::Tasks;
@@ -168,7 +169,7 @@ impl Running {
             clients,
             operators: Port::default(),
         };
-        let connections_max = config.limits.connections;
+        let connections_max = connections_max(config.limits.connections);
         let public_rules = public_rules(&app.settings);
         let public_router = proxy::router(app);
         let port = &running.clients;
@@ -578,6 +579,18 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
         clients.connections.clone(),
         clients.shutdown.force.clone(),
     )
+}
+
+/// The bound of client connections: the flag's, or what the limit of open files allows.
+fn connections_max(flag: usize) -> usize {
+    let fitting = open_files::connections_max();
+    if fitting < flag {
+        tracing::warn!(
+            connections = fitting,
+            "the limit of open files allows fewer client connections than --max-connections"
+        );
+    }
+    flag.min(fitting)
 }
 
 /// The settings in force, and their watcher.

@@ -1,7 +1,8 @@
 //! The process around the core of every Warmroute binary: shared flags and environment names
 //! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`],
 //! [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`], [`engine_answer`]), [`tls`],
-//! [`tasks`], [`signals`], and the life cycle ([`host`]).
+//! files that are read again ([`small_file`], [`followed_file`]), [`open_files`], [`tasks`],
+//! [`signals`], and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
 
 pub mod access;
@@ -18,6 +19,7 @@ pub mod logs;
 pub mod metrics;
 pub mod metrics_page;
 pub mod nats;
+pub mod open_files;
 pub mod server;
 pub mod signals;
 pub mod small_file;
@@ -45,6 +47,7 @@ pub fn main(start: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
 
 /// Like [`main()`], for binaries with several exit codes.
 pub fn main_or(failed: ExitCode, start: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
+    open_files::raise_limit();
     start().unwrap_or_else(|error| {
         // If stderr is closed, there is no other place to report.
         drop(writeln!(std::io::stderr(), "error: {error:#}"));

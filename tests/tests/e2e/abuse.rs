@@ -4,10 +4,15 @@ use fastrand::Rng;
 use futures_util::StreamExt as _;
 use reqwest::{Body, StatusCode};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 use warmroute_process::access::keys::KeyHash;
 
 use crate::fleet::traffic::{request, serve};
-use crate::fleet::{Engines, Flags, Fleet, Mode, Place};
+use crate::fleet::{
+    Engines, Flags, Fleet, Mode, PATIENCE, Place, Process, ROUTER, client, free_port, strings,
+};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -203,4 +208,42 @@ fn status_kib(fleet: &Fleet, field: &str) -> u64 {
         std::fs::read_to_string(format!("/proc/{}/status", fleet.routers[0].pid())).unwrap();
     let line = status.lines().find(|line| line.starts_with(field)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// Few systems allow as many open files as the default of `--max-connections` needs.
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connections_make_room_where_files_are_few() {
+    const CONNECTIONS: usize = 400;
+    let place = Place::new();
+    let ports = [free_port(), free_port(), free_port()];
+    let [engine, public, admin] = ports.map(|port| port.to_string());
+    let router = strings(&["prlimit", "--nofile=200:300", ROUTER, "--host=127.0.0.1"]);
+    let worker = format!("--worker=http://127.0.0.1:{engine},kv=tcp://127.0.0.1:{engine},id=w");
+    let ports = ["--port", &public, "--admin-port", &admin, &worker];
+    let arguments = router.into_iter().chain(strings(&ports)).collect();
+    let _router = Process::start("/usr/bin/env", &place.path("router.log"), arguments).await;
+    let log = || std::fs::read_to_string(place.path("router.log")).unwrap();
+    // The soft limit is raised to the hard one.
+    assert!(log().contains("connections=86"), "{}", log());
+    let mut held = Vec::new();
+    for number in 0..CONNECTIONS {
+        let mut stream = TcpStream::connect(format!("127.0.0.1:{public}"))
+            .await
+            .unwrap();
+        let ask = b"GET /v1/models HTTP/1.1\r\nhost: w\r\n\r\n";
+        stream.write_all(ask).await.unwrap();
+        let mut head = [0; 8];
+        let read = timeout(PATIENCE, stream.read_exact(&mut head)).await;
+        assert!(read.unwrap().is_ok(), "connection {number}: {}", log());
+        assert_eq!(&head, b"HTTP/1.1");
+        held.push(stream);
+    }
+    let metrics = format!("http://127.0.0.1:{admin}/metrics");
+    let page = client().build().unwrap().get(metrics).send().await.unwrap();
+    let page = page.text().await.unwrap();
+    let evicted = page
+        .lines()
+        .find_map(|line| line.strip_prefix("warmroute_router_connections_evicted_total "));
+    let evicted: usize = evicted.unwrap().parse().unwrap();
+    assert_eq!(evicted, CONNECTIONS - 86);
 }
