@@ -4,9 +4,11 @@
 //! A request counts at most one failure of a worker, also where it was sent to the worker again on a
 //! new connection, so each failure is that of another request.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
-//! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time: the next answer
-//! closes it, the next failure opens it for twice as long. An open breaker lowers a worker's rank
-//! and does not exclude it: the worker is used where no other one is healthy.
+//! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time, and twice as
+//! many after each answer (slow start: a worker without load is the first choice of all requests).
+//! An answer when it admits [`TRIALS_MAX`] closes it; a failure opens it for twice as long. An open
+//! breaker lowers a worker's rank and does not exclude it: the worker is used where no other one is
+//! healthy.
 
 use std::time::{Duration, Instant};
 
@@ -21,6 +23,9 @@ const PAUSE: Duration = Duration::from_secs(2);
 
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(32);
+
+/// Trials at a time, of which one answer closes the breaker.
+const TRIALS_MAX: usize = 16;
 
 /// Longest time for a trial's answer.
 const TRIAL_MAX: Duration = Duration::from_secs(32);
@@ -42,8 +47,10 @@ enum BreakerState {
         until: Instant,
     },
     HalfOpen {
-        /// The beginning of the trial in flight.
-        trial: Option<Instant>,
+        /// Trials at a time.
+        admitted: usize,
+        /// The beginnings of the trials in flight.
+        trials: Vec<Instant>,
     },
 }
 
@@ -99,19 +106,21 @@ impl Breaker {
         matches!(self.state, BreakerState::Open { .. })
     }
 
-    /// Further requests are for other workers: it is open, or its trial is in flight.
+    /// Further requests are for other workers: it is open, or its trials are in flight.
     pub(crate) const fn passes_over(&self) -> bool {
         match &self.state {
             BreakerState::Open { .. } => true,
-            BreakerState::HalfOpen { trial } => trial.is_some(),
+            BreakerState::HalfOpen { admitted, trials } => trials.len() >= *admitted,
             BreakerState::Closed(_) => false,
         }
     }
 
-    /// A request is sent to the worker: a half-open breaker's trial, if none is in flight.
+    /// A request is sent to the worker: a half-open breaker's trial, if one more is admitted.
     pub(crate) fn begin(&mut self, now: Instant) {
-        if let BreakerState::HalfOpen { trial } = &mut self.state {
-            trial.get_or_insert(now);
+        if let BreakerState::HalfOpen { admitted, trials } = &mut self.state
+            && trials.len() < *admitted
+        {
+            trials.push(now);
         }
     }
 
@@ -126,10 +135,13 @@ impl Breaker {
         if self.opened.is_some_and(|opened| began < opened) {
             return;
         }
+        if let BreakerState::HalfOpen { trials, .. } = &mut self.state
+            && let Some(at) = trials.iter().position(|trial| *trial == began)
+        {
+            trials.swap_remove(at);
+        }
         match (&mut self.state, result) {
-            (BreakerState::HalfOpen { trial }, RequestResult::Unknown) => {
-                trial.take_if(|trial| *trial == began);
-            }
+            (BreakerState::HalfOpen { .. }, RequestResult::Unknown) => {}
             (BreakerState::Closed(_), RequestResult::Unknown) => {}
             (BreakerState::Closed(window), _) => {
                 if window
@@ -152,6 +164,11 @@ impl Breaker {
                     self.open(now);
                 }
             }
+            (BreakerState::HalfOpen { admitted, .. }, RequestResult::Answered)
+                if *admitted < TRIALS_MAX =>
+            {
+                *admitted *= 2;
+            }
             (BreakerState::HalfOpen { .. }, RequestResult::Answered) => {
                 *self = Self {
                     opened: self.opened,
@@ -165,18 +182,20 @@ impl Breaker {
 
     /// Lets time pass.
     pub(crate) fn tick(&mut self, now: Instant) {
-        match &self.state {
+        match &mut self.state {
             BreakerState::Open { until } if now >= *until => {
-                self.state = BreakerState::HalfOpen { trial: None };
+                self.state = BreakerState::HalfOpen {
+                    admitted: 1,
+                    trials: Vec::new(),
+                };
             }
-            BreakerState::HalfOpen { trial: Some(began) } if now >= *began + TRIAL_MAX => {
-                self.state = BreakerState::HalfOpen { trial: None };
+            BreakerState::HalfOpen { trials, .. } => {
+                trials.retain(|began| now < *began + TRIAL_MAX);
             }
             BreakerState::Closed(Some(window)) if now >= window.start + WINDOW => {
                 self.state = BreakerState::Closed(None);
             }
-            BreakerState::Open { .. } | BreakerState::Closed(_) | BreakerState::HalfOpen { .. } => {
-            }
+            BreakerState::Open { .. } | BreakerState::Closed(_) => {}
         }
     }
 
@@ -246,7 +265,43 @@ mod tests {
     }
 
     #[test]
-    fn half_open_one_answer_closes_it_and_one_failure_opens_it_for_longer() {
+    fn half_open_it_admits_twice_as_many_trials_after_each_answer() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN, now);
+        let now = now + PAUSE;
+        breaker.tick(now);
+        let admits = |breaker: &mut Breaker| {
+            let begun = std::iter::from_fn(|| {
+                let admits = !breaker.passes_over();
+                breaker.begin(now);
+                admits.then_some(())
+            });
+            begun.count()
+        };
+        for begun in [1, 2, 3, 5, 9] {
+            assert_eq!(admits(&mut breaker), begun);
+            assert!(breaker.passes_over() && breaker.is_counting());
+            record(&mut breaker, Answered, 1, now);
+        }
+        assert!(!breaker.is_counting() && !breaker.passes_over());
+    }
+
+    #[test]
+    fn a_trial_without_a_result_makes_room_for_another() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN, now);
+        let now = now + PAUSE;
+        breaker.tick(now);
+        breaker.begin(now);
+        record(&mut breaker, RequestResult::Unknown, 1, now);
+        assert!(!breaker.passes_over());
+        breaker.begin(now);
+        breaker.tick(now + TRIAL_MAX);
+        assert!(!breaker.passes_over());
+    }
+
+    #[test]
+    fn half_open_answers_close_it_and_one_failure_opens_it_for_longer() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         record(&mut breaker, Broken, FAILURES_MIN, now);
         record(&mut breaker, Answered, 100, now);
@@ -257,7 +312,7 @@ mod tests {
         breaker.tick(now + 2 * PAUSE);
         assert!(breaker.is_open(), "twice as long");
         breaker.tick(now + 3 * PAUSE);
-        record(&mut breaker, Answered, 1, now + 3 * PAUSE);
+        record(&mut breaker, Answered, 5, now + 3 * PAUSE);
         assert!(!breaker.is_counting());
         record(&mut breaker, Broken, FAILURES_MIN - 1, now + 3 * PAUSE);
         assert!(!breaker.is_open());
