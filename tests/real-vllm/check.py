@@ -213,7 +213,8 @@ class Checker:
                 content = self.chat(messages, tokens=40)
                 messages.append({"role": "assistant", "content": content})
         self.report()
-        check(self.hits >= 30, "too few hits to mean anything")
+        # How many depends on the tokenizer, which is trained on the documents.
+        check(self.hits * 2 >= self.compared, "too few hits to mean anything")
         check(all(self.by_worker.values()), "a worker got nothing")
 
     def salts(self):

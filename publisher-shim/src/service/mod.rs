@@ -28,6 +28,7 @@ use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineInfo, EngineLink, InfoError, ResetRoutes, VllmEngine};
 use crate::mirror;
+use crate::mirror::LookupDoubt;
 use crate::source::{SourceConfig, SourceStatus, UnverifiedCause};
 use lease::{Leadership, WorkerLease};
 use log_clock::ClockReading;
@@ -368,6 +369,10 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         };
         warning = RepeatedWarning::default();
         since_info = 0;
+        // The ranks may not have taken in what was read just now.
+        let void = info
+            .speculates
+            .map(|_| UnverifiedCause::Lookup(LookupDoubt::NoMetrics));
         let is_new = shared.info.send_if_modified(|known| {
             let is_new = **known != info;
             *known = Arc::new(info);
@@ -378,7 +383,7 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         }
         let views = shared.views();
         for cause in views.iter().filter_map(|view| view.status.unverified) {
-            if !warned.contains(&cause) {
+            if Some(cause) != void && !warned.contains(&cause) {
                 warned.push(cause);
                 warn_of(cause);
             }

@@ -28,6 +28,11 @@ async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
     println!("{late} of 150 answers of the index were late");
     assert!(hits > 0, "the requests share prefixes");
     assert!(late < 75, "the index does not answer");
+    let doubt = "hits may be shorter";
+    assert!(
+        !fleet.shim_log().contains(doubt),
+        "the metrics are readable"
+    );
     fleet.assert_indexed_is_true().await;
     fleet.until_idle().await;
 }
