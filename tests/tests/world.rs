@@ -226,6 +226,13 @@ fn source_that_stays_wrong_after_an_unknown_event_is_found() {
     assert!(found.contains("not healed"), "{found}");
 }
 
+/// Position-free hashes show the mirror to be wrong at each batch.
+#[test]
+fn generations_without_a_limit_in_rate_are_found() {
+    let found = broken_within(&calm(Breakage::GenerationsUnlimited, PositionFreeHashes(0)));
+    assert!(found.contains("generations within"), "{found}");
+}
+
 fn calm(broken: Breakage, fault: Fault) -> Vec<Plan> {
     let plan = |seed| Plan {
         broken: Some(broken),
@@ -523,6 +530,8 @@ rows! {
     deaf_indexer: [DeafIndexer(0), DeafIndexer(0)];
     /// Each event costs the source's blocks, and generations are limited in rate.
     unknown_events: [UnknownEvents(0), UnknownEvents(0)], forgets;
+    /// One block hash for two prefixes, again and again: each costs the source's blocks.
+    position_free_hashes: [PositionFreeHashes(0), PositionFreeHashes(0)], forgets;
     suspended_shim: [SuspendShim(0)];
     suspended_indexer: [SuspendIndexer(0)];
     /// The first of the field's fifteen: a reset that kills the other consumers.

@@ -395,6 +395,9 @@ impl World {
                 self.check_registrations(at);
             }
         }
+        for at in 0..self.shims.len() {
+            self.check_reasons(at);
+        }
         if self.rates.is_calm && self.is_dark() {
             self.checks.dark_until = self.now;
         }

@@ -45,6 +45,8 @@ pub(super) struct EngineNode {
     pub(super) is_reset: bool,
     /// Until then its batches have events of an unknown type.
     pub(super) unknown_until: At,
+    /// Until then each of its batches gives one block hash to two prefixes.
+    pub(super) position_free_until: At,
     /// Requests that came from routers.
     pub(super) guests: BTreeMap<RequestId, Guest>,
 }
@@ -88,6 +90,7 @@ impl EngineNode {
             past: Vec::new(),
             is_reset: false,
             unknown_until: Duration::ZERO,
+            position_free_until: Duration::ZERO,
             guests: BTreeMap::new(),
         }
     }
@@ -135,7 +138,7 @@ impl World {
     }
 
     fn publish_batch(&mut self, at: usize, seq: u64) {
-        self.add_unknown_event(at, seq as usize);
+        self.add_strange_events(at, seq as usize);
         let payload = self.engines[at].life.batches[seq as usize].clone();
         self.note(|| format!("engine {at}: batch {seq}"));
         self.engines[at].published.push(self.now);

@@ -89,6 +89,8 @@ pub enum Fault {
     DeafIndexer(usize),
     /// An engine of a later version: events of a type that is not known here.
     UnknownEvents(usize),
+    /// An engine whose block hashes have no position: one hash for two prefixes.
+    PositionFreeHashes(usize),
 }
 
 impl Fault {
@@ -448,6 +450,7 @@ impl World {
             Fault::DeafShim(at) => self.deafen(self.shims[at].host),
             Fault::DeafIndexer(at) => self.deafen(self.indexers[at].host),
             Fault::UnknownEvents(at) => self.publish_unknown_events(at),
+            Fault::PositionFreeHashes(at) => self.repeat_block_hashes(at),
             Fault::RefuseRecords(at) => self.impair_log(Some(at), Impairment::Refuses),
             Fault::LoseAcks(at) => self.impair_log(Some(at), Impairment::LosesAnswers),
             Fault::LogLeaderless => self.impair_log(None, Impairment::Refuses),

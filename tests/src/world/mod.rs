@@ -53,6 +53,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Namespace, StreamIdentity};
+use warmroute_shim::source::GenerationCounts;
 
 pub use check::Report;
 use check::{Checks, Vouched};
@@ -113,10 +114,12 @@ pub enum Breakage {
     DeafForGood,
     /// A source with an event of an unknown type is wrong until its engine clears its cache.
     StrangeForGood,
+    /// A shim claims a generation at each batch that shows its mirror to be wrong.
+    GenerationsUnlimited,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -140,6 +143,7 @@ impl Breakage {
         Self::InterruptionUnseen,
         Self::DeafForGood,
         Self::StrangeForGood,
+        Self::GenerationsUnlimited,
     ];
 }
 
@@ -287,6 +291,8 @@ impl World {
                 is_joined: false,
                 last_read: None,
                 begun: Vec::new(),
+                counts: GenerationCounts::default(),
+                begun_for: Vec::new(),
                 replay_begins: None,
                 heard: Vec::new(),
             };

@@ -10,7 +10,7 @@ use warmroute_plane::LogMessage;
 use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::{DpRank, EngineSeq, Generation, Record, Source, codec};
 use warmroute_shim::engine::{BlockCount, EngineEvent, EngineInfo, Frames, InfoError};
-use warmroute_shim::source::ReplayId;
+use warmroute_shim::source::{GenerationCounts, GenerationReason, ReplayId};
 use warmroute_shim::{CheckpointStore, Handle, Service, ShimConfig};
 
 use super::host::{Event, Input, Kind};
@@ -24,6 +24,10 @@ const END_OF_REPLAY: u64 = u64::MAX;
 /// Most generations that a shim begins for a source within [`BEGUN_WITHIN`], whatever happens.
 const BEGUN_MAX: usize = 8;
 const BEGUN_WITHIN: Duration = Duration::from_secs(5);
+/// Most generations of one reason within [`REASON_WITHIN`]: a burst of three and the next one, which
+/// is counted when it is planned. One each 5 s follows; the rest of the 5 s is for clocks that drift.
+const REASON_MAX: usize = 4;
+const REASON_WITHIN: Duration = Duration::from_secs(4);
 
 pub(super) struct Shim {
     pub(super) host: usize,
@@ -38,6 +42,9 @@ pub(super) struct Shim {
     pub(super) last_read: Option<Generation>,
     /// When the process began its source's latest generations.
     pub(super) begun: Vec<At>,
+    /// The process's generations by reason as of the last look, and the latest ones' times.
+    pub(super) counts: GenerationCounts,
+    pub(super) begun_for: Vec<(At, GenerationReason)>,
     /// A replay of which nothing came yet.
     pub(super) replay_begins: Option<ReplayId>,
     /// The live batches that came, for a shim that believes any replay.
@@ -80,6 +87,8 @@ impl World {
         shim.last_read = None;
         shim.replay_begins = None;
         shim.heard.clear();
+        shim.counts = GenerationCounts::default();
+        shim.begun_for.clear();
     }
 
     /// The answer of the engine's HTTP.
@@ -149,6 +158,7 @@ impl World {
         let Kind::Shim(at) = self.hosts[host].kind else {
             return;
         };
+        self.claim_without_limit(at, &event);
         let event = self.engine_event_as_read(at, event);
         if let Some(feed) = &self.shims[at].feed {
             drop(feed.try_send(event));
@@ -208,6 +218,36 @@ impl World {
             let why =
                 format!("a shim of {source} takes {count} generations within {BEGUN_WITHIN:?}");
             self.fail(why);
+        }
+    }
+
+    /// No reason begins generations without a limit, whatever the others do.
+    pub(super) fn check_reasons(&mut self, at: usize) {
+        let shim = &mut self.shims[at];
+        let Some(status) = shim
+            .handle
+            .as_ref()
+            .and_then(|handle| handle.sources().pop())
+        else {
+            return;
+        };
+        let counts = status.counters.reasons;
+        let former = std::mem::replace(&mut shim.counts, counts);
+        let now = self.now;
+        shim.begun_for.retain(|(at, _)| *at + REASON_WITHIN > now);
+        for reason in GenerationReason::ALL {
+            let begun = counts.of(reason) - former.of(reason);
+            shim.begun_for.extend((0..begun).map(|_| (now, reason)));
+            let of_reason = shim.begun_for.iter().filter(|(_, of)| *of == reason);
+            let count = of_reason.count();
+            if count > REASON_MAX {
+                let source = status.source;
+                let why = format!(
+                    "a shim of {source} begins {count} generations for {} within {REASON_WITHIN:?}",
+                    reason.label()
+                );
+                return self.fail(why);
+            }
         }
     }
 

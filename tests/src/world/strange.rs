@@ -1,20 +1,27 @@
-//! Engines of a later version, and processes whose subscriptions the server removed.
+//! Engines of a later version or with position-free hashes, and processes whose subscriptions the
+//! server removed.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use fastrand::Rng;
 use warmroute_plane::Broadcast;
+use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::{Heartbeat, TierState, Tiers, codec};
+use warmroute_router::sim::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlocks};
+use warmroute_shim::engine::EngineEvent;
 
 use super::faults::Fault;
 use super::host::{Event, Kind};
+use super::life::Life;
 use super::{Breakage, World};
 
 /// MessagePack of an event whose type no version publishes.
 const UNKNOWN_EVENT: &[u8] = b"\x81\xa4type\xabBlockFuture";
 /// Offset of the events in a batch: after the array's header and the time stamp.
 const EVENTS_AT: usize = 10;
+/// The hash that an engine with position-free hashes gives twice.
+const REPEATED_HASH: EngineHash = EngineHash(u64::MAX);
 
 impl World {
     /// In a quarter of the stormy worlds, at moments of their own.
@@ -34,6 +41,12 @@ impl World {
             let after = Duration::from_millis(rng.u64(2_000..storm));
             self.plan(after, Event::Fault(fault));
         }
+        // An addition, so that the faults above remain those of the seed.
+        if rng.u8(0..4) == 0 {
+            let worker = rng.usize(0..self.rates.workers);
+            let after = Duration::from_millis(rng.u64(2_000..storm));
+            self.plan(after, Event::Fault(Fault::PositionFreeHashes(worker)));
+        }
     }
 
     /// For seconds, every batch of the engine has an event of an unknown type.
@@ -44,14 +57,56 @@ impl World {
         self.engines[worker].is_up
     }
 
-    /// Adds the unknown event to a batch, before anyone has it.
-    pub(super) fn add_unknown_event(&mut self, worker: usize, seq: usize) {
+    /// For seconds, every batch of the engine gives one block hash to two prefixes.
+    pub(super) fn repeat_block_hashes(&mut self, worker: usize) -> bool {
+        let lasts = self.millis(3_000..6_000);
+        self.fault_lasts(lasts);
+        self.engines[worker].position_free_until = self.now + lasts;
+        self.engines[worker].is_up
+    }
+
+    /// Adds the strange events of this moment to a batch that is not published yet.
+    pub(super) fn add_strange_events(&mut self, worker: usize, seq: usize) {
         let engine = &mut self.engines[worker];
         if self.now < engine.unknown_until {
             let batch = &mut engine.life.batches[seq];
-            *batch = with_unknown_event(batch);
+            *batch = with_events(batch, 1, UNKNOWN_EVENT);
             engine.life.is_strange = true;
         }
+        if self.now < engine.position_free_until {
+            let stores = one_hash_for_two_prefixes(&engine.life);
+            let batch = &mut engine.life.batches[seq];
+            *batch = with_events(batch, 2, &stores);
+        }
+    }
+
+    /// A shim without a limit in rate claims a generation at each batch with such hashes.
+    pub(super) fn claim_without_limit(&mut self, at: usize, event: &EngineEvent) {
+        let shim = &self.shims[at];
+        let engine = &self.engines[shim.worker];
+        let leads = shim
+            .handle
+            .as_ref()
+            .is_some_and(warmroute_shim::Handle::leads);
+        let is_batch = matches!(event, EngineEvent::Live(_));
+        let is_position_free = self.now < engine.position_free_until;
+        if self.broken != Some(Breakage::GenerationsUnlimited)
+            || !(leads && is_batch && is_position_free)
+        {
+            return;
+        }
+        let key = self.subjects.generation_key(&engine.source);
+        let Some(present) = self.plane.keys.get(&key) else {
+            return;
+        };
+        let present = codec::decode::<GenerationEntry>(&present.entry.value).unwrap();
+        let Some(generation) = present.generation.next() else {
+            return;
+        };
+        let value = codec::encode(&GenerationEntry { generation }).unwrap();
+        self.check_claim(at, &key, &value);
+        self.plane.overwrite(key, value.into());
+        self.tell_watchers();
     }
 
     /// The server removes a process's subscriptions and keeps its connection, as after a change of
@@ -79,19 +134,48 @@ impl World {
     }
 }
 
-fn with_unknown_event(batch: &[u8]) -> Bytes {
+/// A batch with these encoded events before its own.
+fn with_events(batch: &[u8], count: u32, added: &[u8]) -> Bytes {
     let (events, first) = match batch[EVENTS_AT] {
         header @ 0x90..=0x9f => (u32::from(header & 0x0f), EVENTS_AT + 1),
         0xdc => {
             let count = batch[EVENTS_AT + 1..][..2].try_into().unwrap();
             (u32::from(u16::from_be_bytes(count)), EVENTS_AT + 3)
         }
-        other => panic!("{other:#x} begins no array of fewer than 65,536 events"),
+        0xdd => {
+            let count = batch[EVENTS_AT + 1..][..4].try_into().unwrap();
+            (u32::from_be_bytes(count), EVENTS_AT + 5)
+        }
+        other => panic!("{other:#x} begins no array"),
     };
     let mut bytes = batch[..EVENTS_AT].to_vec();
     bytes.push(0xdd);
-    bytes.extend((events + 1).to_be_bytes());
-    bytes.extend(UNKNOWN_EVENT);
+    bytes.extend((events + count).to_be_bytes());
+    bytes.extend(added);
     bytes.extend(&batch[first..]);
     bytes.into()
+}
+
+/// Two stores of one block hash, encoded: the block's tokens differ.
+fn one_hash_for_two_prefixes(life: &Life) -> Vec<u8> {
+    let block_size = life.config.block_size;
+    let groups = &life.config.groups;
+    let full = GroupKind::FullAttention;
+    let group = groups.iter().position(|kind| *kind == full).unwrap();
+    let store = |token: u32| {
+        CacheEvent::Stored(StoredBlocks {
+            hashes: vec![REPEATED_HASH],
+            parent: None,
+            tokens: vec![token; block_size.tokens()],
+            block_size,
+            extra_keys: None,
+            lora_name: None,
+            medium: Medium::Gpu,
+            group: u32::try_from(group).unwrap(),
+            kind: full,
+        })
+    };
+    let batch = life.encoder.encode(0.0, &[store(1), store(2)]).unwrap();
+    // Without the array's header, and the rank after it.
+    batch[EVENTS_AT + 1..batch.len() - 1].to_vec()
 }
