@@ -37,6 +37,14 @@ pub use nats::{
 };
 pub use registry_watch::RegistryWatch;
 
+/// How [`NatsPlane`] finds that a subscription is missing and makes it again: for clients that
+/// simulate it.
+pub mod supervision {
+    pub use crate::nats::{
+        INBOX_PROBE, InboxProbe, POLL, PermissionViolation, RefusedPermissions, next_supervised,
+    };
+}
+
 pub use warmroute_proto::message::{Broadcast, LogMessage, LogStatus};
 
 use warmroute_proto::LogPosition;

@@ -26,17 +26,12 @@ use tokio_util::task::TaskTracker;
 
 use super::layout::Layout;
 use super::link::{NatsLink, POLL, count};
+use super::supervision::{INBOX_PROBE, InboxProbe};
 use crate::{PlaneError, after_arrivals};
 use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
 /// Time-out of acknowledgements and of answers of the API.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Period without an answer after which the inbox is probed by a request.
-const INBOX_PROBE: Duration = Duration::from_secs(2);
-
-/// Probes without an answer in a row that show a dead inbox.
-const UNANSWERED_MAX: u32 = 2;
 
 /// Bound on pending answers; further requests wait.
 const IN_FLIGHT_MAX: usize = 4096;
@@ -453,27 +448,24 @@ async fn poll_state(client: Client, link: Arc<NatsLink>) {
 
 /// Detects an inbox that receives nothing: the client drops error events under load.
 async fn probe_inbox(core: Weak<NatsCore>) {
-    let mut received = 0;
-    let mut unanswered = 0;
+    let mut probe = InboxProbe::default();
     loop {
         sleep(INBOX_PROBE).await;
         let Some(core) = core.upgrade() else {
             return;
         };
         let link = &core.link;
-        if link.is_up() && link.inbox_messages() == received {
+        if link.is_up() && probe.is_due(link.inbox_messages()) {
             // An error is an answer, too; only the inbox counts.
             drop(core.round_trip().await);
         }
-        let latest = link.inbox_messages();
-        let probe = format!("$JS.API.STREAM.INFO.{}", core.layout.log());
-        if latest != received || link.is_publish_refused(&probe) {
-            unanswered = 0;
+        let request = format!("$JS.API.STREAM.INFO.{}", core.layout.log());
+        let received = link.inbox_messages();
+        if link.is_publish_refused(&request) {
+            probe.end_refused(received);
             link.set_unanswered(false);
-        } else if link.is_up() && unanswered < UNANSWERED_MAX {
-            unanswered += 1;
-            link.set_unanswered(unanswered == UNANSWERED_MAX);
+        } else if let Some(is_unanswered) = probe.end(received, link.is_up()) {
+            link.set_unanswered(is_unanswered);
         }
-        received = latest;
     }
 }

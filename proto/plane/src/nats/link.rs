@@ -18,7 +18,8 @@ use tokio::time::Instant;
 use super::permissions::{PermissionViolation, RefusedPermissions};
 use crate::Connection;
 
-pub(super) const POLL: Duration = Duration::from_millis(250);
+/// How often the client polls its state.
+pub const POLL: Duration = Duration::from_millis(250);
 
 /// While the server refuses the credentials.
 const LOGIN_WARNING_EVERY: Duration = Duration::from_secs(60);

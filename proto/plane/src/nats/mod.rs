@@ -20,6 +20,7 @@ mod registry;
 mod service;
 mod setup;
 mod snapshots;
+mod supervision;
 mod tail;
 mod watch;
 
@@ -41,6 +42,9 @@ pub use config::{
     ExistingStreams, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference,
 };
 pub use inspect::{ClockOffset, NamespaceSetup, StreamRole, StreamUsage};
+pub use link::POLL;
+pub use permissions::{PermissionViolation, RefusedPermissions};
+pub use supervision::{INBOX_PROBE, InboxProbe, next_supervised};
 
 /// A plane on NATS. Clones share the connection.
 #[derive(Clone)]

@@ -1,4 +1,5 @@
-//! Refused permissions, and when to reconnect because of them. Pure.
+//! Refused permissions, and when to reconnect because of them. Pure. The tests' simulated client
+//! runs this code, too.
 //!
 //! A server that reloads its permissions removes subscriptions and keeps the connection. Neither
 //! side makes them again, not even when the permission is back; a new connection does. A refusal
@@ -42,14 +43,15 @@ impl RefusedOperation {
 
 /// One error text of the server about a permission.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct PermissionViolation {
+pub struct PermissionViolation {
     pub(super) operation: RefusedOperation,
     pub(super) subject: String,
 }
 
 impl PermissionViolation {
     /// Parses `Permissions Violation for Publish to "X"` and `… for Subscription to "X" …`.
-    pub(super) fn parse(text: &str) -> Option<Self> {
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
         let (_, violation) = text.split_once("Permissions Violation for ")?;
         let (operation, rest) = violation.split_once(" to \"")?;
         let operation = match operation {
@@ -92,7 +94,7 @@ struct LastRefusal {
 /// The refused permissions of one connection and the schedule of its forced reconnects.
 ///
 /// Invariant: while a subscription is refused or requests are unanswered, a reconnect is due.
-pub(super) struct RefusedPermissions {
+pub struct RefusedPermissions {
     /// By operation and subject to grant.
     refusals: BTreeMap<(RefusedOperation, String), LastRefusal>,
     /// Whether no request was answered for a while although the connection is up.
@@ -104,7 +106,8 @@ pub(super) struct RefusedPermissions {
 }
 
 impl RefusedPermissions {
-    pub(super) const fn new(now: Instant) -> Self {
+    #[must_use]
+    pub const fn new(now: Instant) -> Self {
         Self {
             refusals: BTreeMap::new(),
             is_unanswered: false,
@@ -116,12 +119,7 @@ impl RefusedPermissions {
     }
 
     /// Records a refusal on the connection with this epoch. Returns whether it is new.
-    pub(super) fn refused(
-        &mut self,
-        violation: &PermissionViolation,
-        now: Instant,
-        epoch: u64,
-    ) -> bool {
+    pub fn refused(&mut self, violation: &PermissionViolation, now: Instant, epoch: u64) -> bool {
         let key = (violation.operation, violation.grant());
         let refusal = LastRefusal { at: now, epoch };
         let is_new = self.refusals.insert(key, refusal).is_none();
@@ -133,13 +131,14 @@ impl RefusedPermissions {
     }
 
     /// Records whether requests are answered.
-    pub(super) fn set_unanswered(&mut self, is_unanswered: bool, now: Instant) {
+    pub fn set_unanswered(&mut self, is_unanswered: bool, now: Instant) {
         self.is_unanswered = is_unanswered;
         self.schedule(now);
     }
 
     /// Whether a subscription is missing.
-    pub(super) fn is_deaf(&self) -> bool {
+    #[must_use]
+    pub fn is_deaf(&self) -> bool {
         let last = self.refusals.last_key_value();
         let is_refused =
             last.is_some_and(|((operation, _), _)| *operation == RefusedOperation::Subscribe);
@@ -163,7 +162,7 @@ impl RefusedPermissions {
     }
 
     /// Forgets what the connection with this epoch accepted. Returns whether to reconnect now.
-    pub(super) fn poll(&mut self, now: Instant, epoch: u64) -> bool {
+    pub fn poll(&mut self, now: Instant, epoch: u64) -> bool {
         if epoch != self.epoch {
             self.epoch = epoch;
             self.epoch_since = now;

@@ -11,17 +11,13 @@ use async_nats::{HeaderMap, Message, Subject, Subscriber};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
-use tokio::time::timeout;
 
 use super::config::INBOX;
 use super::core::{ERROR_HEADER, NatsCore, OutgoingMessage, unavailable};
+use super::supervision::next_supervised;
 use crate::{Broadcast, PlaneError, PlaneStream, Reply, ServiceRequest};
 
 const QUEUE_GROUP: &str = "wr";
-
-/// Silence after which a subscription is made again. A server that removed it sends an error, which
-/// the client may drop; it then sends one again.
-const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 const DROPPED: &str = "dropped";
 const TOO_LARGE: &str = "too-large";
@@ -76,6 +72,19 @@ enum SubscriptionMode {
     QueueGroup,
 }
 
+impl SubscriptionMode {
+    async fn subscribe(self, core: &NatsCore, subject: String) -> Result<Subscriber, PlaneError> {
+        let subscribed = match self {
+            Self::Broadcast => core.client.subscribe(subject).await,
+            Self::QueueGroup => {
+                let group = QUEUE_GROUP.to_owned();
+                core.client.queue_subscribe(subject, group).await
+            }
+        };
+        subscribed.map_err(unavailable)
+    }
+}
+
 /// A subscription that is made again after a silence.
 struct Subscription {
     subject: String,
@@ -89,32 +98,26 @@ impl Subscription {
         subject: String,
         mode: SubscriptionMode,
     ) -> Result<Self, PlaneError> {
-        let to = subject.clone();
-        let subscribed = match mode {
-            SubscriptionMode::Broadcast => core.client.subscribe(to).await,
-            SubscriptionMode::QueueGroup => {
-                let group = QUEUE_GROUP.to_owned();
-                core.client.queue_subscribe(to, group).await
-            }
-        };
         Ok(Self {
+            subscriber: mode.subscribe(core, subject.clone()).await?,
             subject,
             mode,
-            subscriber: subscribed.map_err(unavailable)?,
         })
     }
 
     /// The next message. `None` at the end of the connection.
     async fn next(&mut self, core: &NatsCore) -> Option<Message> {
         loop {
-            match timeout(SILENCE_MAX, self.subscriber.next()).await {
-                Ok(Some(message)) if !is_to(&self.subject, &message.subject) => continue,
-                Ok(message) => return message,
-                Err(_) => {}
-            }
-            if core.link.is_up() {
-                let again = Self::open(core, self.subject.clone(), self.mode).await;
-                *self = again.ok()?;
+            let (subject, mode) = (&self.subject, self.mode);
+            let again = || async {
+                if !core.link.is_up() {
+                    return Ok(None);
+                }
+                mode.subscribe(core, subject.clone()).await.map(Some)
+            };
+            let message = next_supervised(&mut self.subscriber, again).await?;
+            if is_to(&self.subject, &message.subject) {
+                return Some(message);
             }
         }
     }
