@@ -215,8 +215,18 @@ fn heartbeats_of_a_state_that_the_log_cannot_replace_are_found() {
 /// After a change of permissions the server removes subscriptions and keeps the connection.
 #[test]
 fn subscriptions_that_are_not_made_again_are_found() {
-    let found = broken_within(&calm(Breakage::DeafForGood, DeafIndexer(0)));
-    assert!(found.contains("not healed"), "{found}");
+    for fault in [DeafIndexer(0), DeafShim(0)] {
+        let found = broken_within(&calm(Breakage::DeafForGood, fault));
+        assert!(found.contains("permitted for 35s"), "{fault:?}: {found}");
+    }
+}
+
+#[test]
+fn missing_subscription_that_is_ready_is_found() {
+    for fault in [DeafIndexer(0), DeafShim(0)] {
+        let found = broken_within(&calm(Breakage::DeafIsConnected, fault));
+        assert!(found.contains("is ready"), "{fault:?}: {found}");
+    }
 }
 
 /// The engine is of a later version, or publishes what cannot be read, once.

@@ -17,6 +17,7 @@ use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
 
 use super::World;
+use super::deaf::Hearing;
 use super::faults::Fault;
 use super::lease::LeaseThen;
 use super::plane::{At, Op, Reply};
@@ -76,8 +77,8 @@ pub(super) struct Host {
     pub(super) clock_stood: Duration,
     /// The log's clock when the machine was resumed, until the log answered later than that.
     pub(super) clock_unseen: Option<u64>,
-    /// The server removed its subscriptions; the connection stays.
-    pub(super) is_deaf: bool,
+    /// Its subscriptions, which the server may remove while the connection stays.
+    pub(super) hearing: Hearing,
     /// It started, was cut off, or stood still.
     pub(super) disturbed_at: At,
     /// A running shim or indexer.
@@ -142,7 +143,6 @@ impl World {
         node.suspended_since = None;
         node.clock_stood = Duration::ZERO;
         node.clock_unseen = None;
-        node.is_deaf = false;
         node.waiting.clear();
         // The next process has a connection of its own; what is on its way in this one comes.
         node.stalled_until = self.now;
@@ -248,6 +248,8 @@ pub(super) enum Input {
     Timer(Timer),
     /// The client library reports the plane as reachable or not.
     Connection(bool),
+    /// The server's error text about a permission.
+    Refused(String),
     Reply(Then, Reply),
     Broadcast(Broadcast),
     Health(oneshot::Sender<EngineHealth>, EngineHealth),
@@ -335,8 +337,8 @@ pub(super) enum Event {
     },
     /// For a host, and one of its tails.
     Pump(usize, u64),
-    /// A process's subscriptions are back.
-    Hears(usize),
+    /// A process's client, which closed its connection, has another one.
+    Reconnected(ProcessId),
     /// Every process runs up to now.
     Beat,
     Expire(String),

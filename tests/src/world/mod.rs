@@ -27,6 +27,7 @@
 mod audit;
 mod breakage;
 mod check;
+mod deaf;
 mod engine;
 mod faults;
 mod host;
@@ -57,6 +58,7 @@ use warmroute_shim::source::GenerationCounts;
 
 pub use check::Report;
 use check::{Checks, Vouched};
+use deaf::Hearing;
 use engine::EngineNode;
 pub use faults::{Fault, Rates, Scripted, Setting};
 use host::{Clock, Event, Host, Kind, Planned};
@@ -110,8 +112,10 @@ pub enum Breakage {
     StandstillUnseen,
     /// An index says of a block that was stored again that it was held all the time.
     InterruptionUnseen,
-    /// A client does not notice that the server removed its subscriptions.
+    /// A client does not make subscriptions again that the server removed.
     DeafForGood,
+    /// A client whose subscriptions are missing is taken for connected.
+    DeafIsConnected,
     /// A source with an event of an unknown type is wrong until its engine clears its cache.
     StrangeForGood,
     /// A shim claims a generation at each batch that shows its mirror to be wrong.
@@ -119,7 +123,7 @@ pub enum Breakage {
 }
 
 impl Breakage {
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -142,6 +146,7 @@ impl Breakage {
         Self::StandstillUnseen,
         Self::InterruptionUnseen,
         Self::DeafForGood,
+        Self::DeafIsConnected,
         Self::StrangeForGood,
         Self::GenerationsUnlimited,
     ];
@@ -331,7 +336,7 @@ impl World {
             suspended_since: None,
             clock_stood: Duration::ZERO,
             clock_unseen: None,
-            is_deaf: false,
+            hearing: Hearing::default(),
             disturbed_at: Duration::ZERO,
             running: None,
             stood_until: Duration::ZERO,
@@ -410,7 +415,7 @@ impl World {
             Event::HangUp { engine, from, no } => self.hang_up(engine, from, no),
             Event::LookAt { engine, from } => self.look_at(engine, from),
             Event::Resume(host) => self.resume(host),
-            Event::Hears(host) => self.hosts[host].is_deaf = false,
+            Event::Reconnected(process) => self.reconnected(process),
             Event::Start(host) => self.start(host),
             Event::Link(host, is_up) => self.link(host, is_up),
             Event::EngineStart(engine) => self.start_engine(engine),

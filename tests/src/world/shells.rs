@@ -14,7 +14,7 @@ use warmroute_proto::{EngineHealth, Heartbeat, Record, codec};
 use super::host::{Event, Input, Kind, Running, Then};
 use super::plane::{Op, Reply};
 use super::process::Process;
-use super::sim_plane::{ConnectionState, Outbox, Sent, SimPlane};
+use super::sim_plane::{ConnectionState, Outbox, Sent, SimPlane, supervise};
 use super::streams::{Reached, Streams};
 use super::wire::connection;
 use super::{Breakage, World};
@@ -43,10 +43,25 @@ impl World {
     {
         let stop = CancellationToken::new();
         let outbox = Outbox::default();
-        let connection = ConnectionState::new(connection(self.hosts[host].seems_up));
+        let socket = connection(self.hosts[host].seems_up);
+        let shows_missing = self.broken != Some(Breakage::DeafIsConnected);
         let bytes_max = self.rates.set.record_bytes_max.unwrap_or(MESSAGE_BYTES_MAX);
-        let plane = SimPlane::new(outbox.clone(), connection.clone(), bytes_max);
-        let process = Process::start(self.now, || main(plane, outbox.clone(), stop.clone()));
+        let mut connection = None;
+        let process = Process::start(self.now, || {
+            let own = ConnectionState::new(socket, shows_missing);
+            let own = connection.insert(own).clone();
+            let plane = SimPlane::new(outbox.clone(), own.clone(), bytes_max);
+            let service = main(plane, outbox.clone(), stop.clone());
+            let supervision = supervise(own, outbox.clone());
+            async {
+                tokio::select! {
+                    biased;
+                    () = supervision => {}
+                    () = service => {}
+                }
+            }
+        });
+        let connection = connection.unwrap();
         self.hosts[host].running = Some(Box::new(Running {
             process,
             outbox,
@@ -55,6 +70,7 @@ impl World {
             stop,
             ends_since: None,
         }));
+        self.is_connected_anew(host);
         self.step(host);
     }
 
@@ -149,6 +165,11 @@ impl World {
             Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
             Input::Reply(Then::Process(to), reply) => {
                 self.note(|| format!("host {host}: answered {}", reply.label()));
+                if let Some(running) = &self.hosts[host].running
+                    && !matches!(reply, Reply::Unavailable)
+                {
+                    running.connection.count_answer();
+                }
                 let shown = match &reply {
                     Reply::Status(status) => status.now_unix_ns + self.unseen_standstill(host),
                     _ => 0,
@@ -162,6 +183,11 @@ impl World {
             Input::Connection(is_up) => {
                 if let Some(running) = &self.hosts[host].running {
                     running.connection.set(connection(is_up));
+                }
+            }
+            Input::Refused(text) => {
+                if let Some(running) = &self.hosts[host].running {
+                    running.process.enter(|| running.connection.refused(&text));
                 }
             }
             Input::TailEnded(id) => {
@@ -188,7 +214,7 @@ impl World {
             Kind::Shim(_) | Kind::Router(_) => message,
         };
         if let Some(running) = &self.hosts[host].running
-            && !self.hosts[host].is_deaf
+            && !self.hosts[host].hearing.lacks_broadcasts()
         {
             for listener in running.streams.listeners(&message.subject) {
                 // A full queue loses it.
@@ -291,7 +317,9 @@ impl World {
                 if let Some(running) = &mut self.hosts[host].running {
                     running.streams.subscribe(subject, to);
                 }
+                self.is_subscribed(host);
             }
+            Sent::Reconnect => self.reconnect(host),
             Sent::Serve(subject, to) => {
                 if let Some(running) = &mut self.hosts[host].running {
                     running.streams.services.push((subject, to));

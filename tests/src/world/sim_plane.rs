@@ -6,8 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::join;
 use futures_util::stream;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, interval, sleep, timeout};
+use warmroute_plane::supervision::{
+    INBOX_PROBE, InboxProbe, POLL, PermissionViolation, RefusedPermissions, next_supervised,
+};
 use warmroute_plane::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
@@ -26,6 +31,9 @@ use super::plane::{Op, Reply};
 /// Messages that may wait for a process in one stream; later ones are lost.
 pub(super) const QUEUE_MAX: usize = 1 << 16;
 
+/// A probe of the inbox fails after this time.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+
 pub(super) type InfoAnswer = Result<EngineInfo, InfoError>;
 
 /// What a process sends.
@@ -35,6 +43,8 @@ pub(super) enum Sent {
     Publish(Broadcast),
     Subscribe(String, mpsc::Sender<Broadcast>),
     Serve(String, mpsc::Sender<ServiceRequest>),
+    /// The client closes its connection and opens another one.
+    Reconnect,
     OpenFeed(mpsc::Sender<EngineEvent>),
     RequestReplay(ReplayId, EngineSeq),
     CheckHealth(oneshot::Sender<EngineHealth>),
@@ -61,27 +71,141 @@ impl Outbox {
 /// Every receiver has a channel of its own: tokio wakes several receivers of one channel in random
 /// order.
 #[derive(Clone)]
-pub(super) struct ConnectionState(Arc<Mutex<(Connection, Vec<watch::Sender<Connection>>)>>);
+pub(super) struct ConnectionState(Arc<Mutex<Link>>);
 
-impl ConnectionState {
-    pub(super) fn new(connection: Connection) -> Self {
-        Self(Arc::new(Mutex::new((connection, Vec::new()))))
-    }
+struct Link {
+    /// Whether the server is connected.
+    socket: Connection,
+    /// The product's record of refused permissions and of answers that do not come.
+    permissions: RefusedPermissions,
+    /// Not if that rule is broken on purpose.
+    shows_missing: bool,
+    /// Number of connections so far.
+    epoch: u64,
+    /// Answers so far.
+    answers: u64,
+    receivers: Vec<watch::Sender<Connection>>,
+}
 
-    pub(super) fn set(&self, connection: Connection) {
-        let (now, receivers) = &mut *self.0.lock().unwrap();
-        *now = connection;
-        for receiver in receivers {
-            receiver.send_replace(connection);
+impl Link {
+    /// Up while the server is connected and no subscription is missing.
+    fn usable(&self) -> Connection {
+        let is_deaf = self.shows_missing && self.permissions.is_deaf();
+        match self.socket {
+            Connection::Up if !is_deaf => Connection::Up,
+            Connection::Up | Connection::Down => Connection::Down,
         }
     }
 
+    fn publish(&self) {
+        let usable = self.usable();
+        for receiver in &self.receivers {
+            receiver.send_if_modified(|is| std::mem::replace(is, usable) != usable);
+        }
+    }
+}
+
+impl ConnectionState {
+    /// In the runtime of the process, whose clock it reads.
+    pub(super) fn new(socket: Connection, shows_missing: bool) -> Self {
+        Self(Arc::new(Mutex::new(Link {
+            socket,
+            permissions: RefusedPermissions::new(Instant::now()),
+            shows_missing,
+            epoch: 0,
+            answers: 0,
+            receivers: Vec::new(),
+        })))
+    }
+
+    /// Every receiver sees this, also if nothing changed.
+    pub(super) fn set(&self, socket: Connection) {
+        let link = &mut *self.0.lock().unwrap();
+        link.socket = socket;
+        let usable = link.usable();
+        for receiver in &link.receivers {
+            receiver.send_replace(usable);
+        }
+    }
+
+    pub(super) fn count_connection(&self) {
+        self.0.lock().unwrap().epoch += 1;
+    }
+
+    pub(super) fn count_answer(&self) {
+        self.0.lock().unwrap().answers += 1;
+    }
+
+    /// The server's error text about a permission.
+    pub(super) fn refused(&self, text: &str) {
+        let violation = PermissionViolation::parse(text).unwrap();
+        let link = &mut *self.0.lock().unwrap();
+        let epoch = link.epoch;
+        link.permissions.refused(&violation, Instant::now(), epoch);
+        link.publish();
+    }
+
+    fn set_unanswered(&self, is_unanswered: bool) {
+        let link = &mut *self.0.lock().unwrap();
+        link.permissions
+            .set_unanswered(is_unanswered, Instant::now());
+        link.publish();
+    }
+
+    /// Whether to reconnect now.
+    fn poll(&self) -> bool {
+        let link = &mut *self.0.lock().unwrap();
+        let epoch = link.epoch;
+        let is_due = link.permissions.poll(Instant::now(), epoch);
+        link.publish();
+        is_due && link.socket == Connection::Up
+    }
+
+    fn is_up(&self) -> bool {
+        self.0.lock().unwrap().socket == Connection::Up
+    }
+
+    fn answers(&self) -> u64 {
+        self.0.lock().unwrap().answers
+    }
+
     fn subscribe(&self) -> watch::Receiver<Connection> {
-        let (now, receivers) = &mut *self.0.lock().unwrap();
-        receivers.retain(|receiver| !receiver.is_closed());
-        let (sender, receiver) = watch::channel(*now);
-        receivers.push(sender);
+        let link = &mut *self.0.lock().unwrap();
+        link.receivers.retain(|receiver| !receiver.is_closed());
+        let (sender, receiver) = watch::channel(link.usable());
+        link.receivers.push(sender);
         receiver
+    }
+}
+
+/// What the client does beside its user's calls, as the product's client: polls its state, and
+/// probes its inbox. Does not end.
+pub(super) async fn supervise(connection: ConnectionState, outbox: Outbox) {
+    let poll = async {
+        let mut ticks = interval(POLL);
+        loop {
+            ticks.tick().await;
+            if connection.poll() {
+                outbox.push(Sent::Reconnect);
+            }
+        }
+    };
+    join(poll, probe_inbox(&connection, &outbox)).await;
+}
+
+async fn probe_inbox(connection: &ConnectionState, outbox: &Outbox) {
+    let mut probe = InboxProbe::default();
+    loop {
+        sleep(INBOX_PROBE).await;
+        if connection.is_up() && probe.is_due(connection.answers()) {
+            let (reply, answer) = oneshot::channel();
+            outbox.push(Sent::Call(Op::Status, reply));
+            drop(timeout(PROBE_TIMEOUT, answer).await);
+        }
+        let is_unanswered = probe.end(connection.answers(), connection.is_up());
+        if let Some(is_unanswered) = is_unanswered {
+            connection.set_unanswered(is_unanswered);
+        }
     }
 }
 
@@ -274,10 +398,31 @@ impl Plane for SimPlane {
     }
 
     fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
-        let (sender, receiver) = mpsc::channel(QUEUE_MAX);
-        self.outbox.push(Sent::Subscribe(subject, sender));
-        Box::pin(async move { Ok(into_stream(receiver)) })
+        let start = (self.outbox.clone(), self.connection.clone());
+        let first = subscription(&self.outbox, &subject);
+        let messages = stream::unfold(
+            (start, first),
+            move |((outbox, connection), mut messages)| {
+                let subject = subject.clone();
+                async move {
+                    let again = || {
+                        let made = connection.is_up().then(|| subscription(&outbox, &subject));
+                        std::future::ready(Ok(made))
+                    };
+                    let next = next_supervised(&mut messages, again).await?;
+                    Some((next, ((outbox, connection), messages)))
+                }
+            },
+        );
+        let messages: PlaneStream<Broadcast> = Box::pin(messages);
+        Box::pin(async move { Ok(messages) })
     }
+}
+
+fn subscription(outbox: &Outbox, subject: &str) -> PlaneStream<Broadcast> {
+    let (sender, receiver) = mpsc::channel(QUEUE_MAX);
+    outbox.push(Sent::Subscribe(subject.to_owned(), sender));
+    into_stream(receiver)
 }
 
 /// A shim's way to its engine.

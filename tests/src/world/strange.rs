@@ -1,5 +1,4 @@
-//! Engines of a later version or with position-free hashes, and processes whose subscriptions the
-//! server removed.
+//! Engines of a later version or with position-free hashes.
 
 use std::time::Duration;
 
@@ -107,18 +106,6 @@ impl World {
         self.check_claim(at, &key, &value);
         self.plane.overwrite(key, value.into());
         self.tell_watchers();
-    }
-
-    /// The server removes a process's subscriptions and keeps its connection, as after a change of
-    /// permissions. The process's client finds that out, and subscribes again.
-    pub(super) fn deafen(&mut self, host: usize) -> bool {
-        let after = self.millis(1_000..12_000);
-        self.fault_lasts(after);
-        self.hosts[host].is_deaf = true;
-        if self.broken != Some(Breakage::DeafForGood) {
-            self.plan(after, Event::Hears(host));
-        }
-        self.hosts[host].is_up
     }
 
     /// A heartbeat of a shim that takes its source for wrong until the engine clears its cache.

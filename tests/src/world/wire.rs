@@ -62,10 +62,14 @@ impl World {
     }
 
     pub(super) fn deliver(&mut self, host: usize, life: u64, input: Input) {
-        let node = &mut self.hosts[host];
+        let node = &self.hosts[host];
         if !node.is_up || node.life != life {
             return;
         }
+        let Some(input) = self.through_inbox(host, input) else {
+            return;
+        };
+        let node = &mut self.hosts[host];
         if node.is_paused {
             node.waiting.push(input);
             return;
@@ -74,6 +78,7 @@ impl World {
         if node.is_cut {
             match input {
                 Input::Broadcast(_) | Input::Tail(..) | Input::Registry(..) => return,
+                Input::Refused(_) => return,
                 Input::Load(_) | Input::Asked(..) | Input::Query(..) | Input::Answer(..) => return,
                 // Its time-out reports it.
                 Input::Answered(_, _, Some(_)) => return,
@@ -447,13 +452,14 @@ impl World {
             // A short interruption that was not reported is reported as up.
             self.send_host(host, Duration::ZERO, Input::Connection(true));
         }
+        self.is_connected_anew(host);
         self.reconnect_streams(host);
         if let Kind::Router(at) = self.hosts[host].kind {
             self.router_watches_again(at);
         }
     }
 
-    fn reconnect_streams(&mut self, host: usize) {
+    pub(super) fn reconnect_streams(&mut self, host: usize) {
         let now = self.now;
         let Some(running) = &mut self.hosts[host].running else {
             return;
