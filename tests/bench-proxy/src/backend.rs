@@ -1,5 +1,6 @@
 //! A mock engine that costs little: no parser but for the end of a head, no model.
 
+use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -35,26 +36,43 @@ const MODELS: &str = r#"{"object":"list","data":[{"id":"m","object":"model","cre
 const INFO: &str = r#"{"model_path":"m","tokenizer_path":"m","is_generation":true,
     "model_id":"m","served_model_name":"m","tp_size":1,"dp_size":1,"version":"0.33.0"}"#;
 
-/// Starts an engine on a thread of its own.
-pub fn start() -> anyhow::Result<SocketAddr> {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
-    listener.set_nonblocking(true)?;
-    let address = listener.local_addr()?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("starting the backend's runtime")?;
-    std::thread::spawn(move || {
-        runtime.block_on(async move {
-            let Ok(listener) = TcpListener::from_std(listener) else {
-                return;
-            };
+/// Threads that serve all engines.
+const THREADS: usize = 4;
+
+/// Starts so many engines.
+pub fn start(count: usize) -> anyhow::Result<Vec<SocketAddr>> {
+    let bind = |_| {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    let listeners = (0..count).map(bind).collect::<io::Result<Vec<_>>>()?;
+    let addresses = listeners.iter().map(std::net::TcpListener::local_addr);
+    let addresses = addresses.collect::<io::Result<Vec<_>>>()?;
+    let mut listeners = listeners.into_iter().peekable();
+    while listeners.peek().is_some() {
+        let part = listeners.by_ref().take(count.div_ceil(THREADS)).collect();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .context("starting the backends' runtime")?;
+        std::thread::spawn(move || runtime.block_on(serve_all(part)));
+    }
+    Ok(addresses)
+}
+
+async fn serve_all(listeners: Vec<std::net::TcpListener>) {
+    for listener in listeners {
+        let Ok(listener) = TcpListener::from_std(listener) else {
+            continue;
+        };
+        tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 tokio::spawn(serve(stream));
             }
         });
-    });
-    Ok(address)
+    }
+    std::future::pending().await
 }
 
 /// Serves a connection until it closes. Errors end it.

@@ -17,12 +17,13 @@ use anyhow::{Context as _, bail};
 use client::{Load, Measured};
 use process::{Proxy, ProxyKind};
 
-/// Mock engines behind each proxy.
-const BACKENDS: usize = 4;
-
 struct Options {
     router: PathBuf,
     peers: PathBuf,
+    /// Mock engines behind each proxy.
+    backends: usize,
+    /// The processors that the router may use, as `taskset` takes them; `None`: all.
+    cores: Option<String>,
     requests: usize,
     rounds: usize,
     only: Option<String>,
@@ -43,16 +44,14 @@ struct Round {
 
 fn main() -> anyhow::Result<()> {
     let options = options()?;
-    let backends = (0..BACKENDS)
-        .map(|_| backend::start())
-        .collect::<Result<Vec<_>, _>>()?;
+    let backends = backend::start(options.backends)?;
     let wanted = |kind: &ProxyKind| match &options.only {
         Some(only) => kind.name().contains(only.as_str()) || *kind == ProxyKind::Direct,
         None => true,
     };
     let mut proxies = Vec::new();
     for kind in ProxyKind::ALL.into_iter().filter(wanted) {
-        match Proxy::start(kind, &backends, &options.router, &options.peers) {
+        match Proxy::start(kind, &backends, &options) {
             Ok(proxy) => proxies.push(proxy),
             Err(error) => eprintln!("without {}: {error:#}", kind.name()),
         }
@@ -94,6 +93,8 @@ fn options() -> anyhow::Result<Options> {
     let mut options = Options {
         router: "target/release/warmroute-router".into(),
         peers: ".venv/bench-proxy/bin".into(),
+        backends: 4,
+        cores: None,
         requests: 2000,
         rounds: 3,
         only: None,
@@ -106,6 +107,8 @@ fn options() -> anyhow::Result<Options> {
         match flag.as_str() {
             "--router" => options.router = value.into(),
             "--peers" => options.peers = value.into(),
+            "--backends" => options.backends = value.parse()?,
+            "--cores" => options.cores = Some(value),
             "--requests" => options.requests = value.parse()?,
             "--rounds" => options.rounds = value.parse()?,
             "--only" => options.only = Some(value),

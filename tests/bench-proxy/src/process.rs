@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
+use crate::Options;
 use crate::client::{self, Load};
 
 /// Longest start of a proxy.
@@ -66,11 +67,10 @@ impl Proxy {
     pub fn start(
         kind: ProxyKind,
         backends: &[SocketAddr],
-        router: &Path,
-        peers: &Path,
+        options: &Options,
     ) -> anyhow::Result<Self> {
         let ProxyKind::Direct = kind else {
-            return Self::start_process(kind, backends, router, peers);
+            return Self::start_process(kind, backends, options);
         };
         Ok(Self {
             kind,
@@ -83,13 +83,12 @@ impl Proxy {
     fn start_process(
         kind: ProxyKind,
         backends: &[SocketAddr],
-        router: &Path,
-        peers: &Path,
+        options: &Options,
     ) -> anyhow::Result<Self> {
         let address = free_address()?;
         let folder = std::env::temp_dir().join(format!("bench-proxy-{}", address.port()));
         fs::create_dir_all(&folder)?;
-        let mut command = command(kind, address, backends, router, peers, &folder)?;
+        let mut command = command(kind, address, backends, options, &folder)?;
         let log = fs::File::create(folder.join("log"))?;
         command
             .stdin(Stdio::null())
@@ -207,8 +206,7 @@ fn command(
     kind: ProxyKind,
     address: SocketAddr,
     backends: &[SocketAddr],
-    router: &Path,
-    peers: &Path,
+    options: &Options,
     folder: &Path,
 ) -> anyhow::Result<Command> {
     let port = address.port().to_string();
@@ -217,7 +215,7 @@ fn command(
         .map(|backend| format!("http://{backend}"))
         .collect();
     let python = |program: &str, policy: &str| {
-        let mut command = Command::new(peers.join(program));
+        let mut command = Command::new(options.peers.join(program));
         if program == "sglang-router" {
             command.arg("launch");
         }
@@ -233,7 +231,14 @@ fn command(
     Ok(match kind {
         ProxyKind::Direct => bail!("no process"),
         ProxyKind::Warmroute => {
-            let mut command = Command::new(router);
+            let mut command = match &options.cores {
+                Some(cores) => {
+                    let mut command = Command::new("taskset");
+                    command.args(["-c", cores]).arg(&options.router);
+                    command
+                }
+                None => Command::new(&options.router),
+            };
             command
                 .args(["--host", "127.0.0.1", "--port", &port, "--admin-port", "0"])
                 .args(["--policy", "round-robin", "--log", "warn"]);

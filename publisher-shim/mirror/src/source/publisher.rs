@@ -179,16 +179,21 @@ impl Publisher {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
 
-    /// The last record is as of this batch too if nothing waits behind it. Its states are then at
-    /// most the present ones: a batch may lower a state without a change, with a block whose parent
-    /// is unknown.
+    /// The last record is as of this batch too if nothing waits behind it, and so are those before it
+    /// with the same content. Their states are then at most the present ones: a batch may lower a
+    /// state without a change, with a block whose parent is unknown.
     pub(super) fn caught_up(&mut self, context: RecordContext) {
         if !self.is_open() || !self.pending.is_empty() {
             return;
         }
-        let in_window = self.window.back_mut().map(|record| &mut record.point);
-        let last = in_window.or(self.acknowledged.as_mut());
-        if let Some(point) = last {
+        let Some(content) = self.last_cut.map(|point| point.after) else {
+            return;
+        };
+        let in_window = self.window.iter_mut().rev().map(|record| &mut record.point);
+        for point in in_window.chain(&mut self.acknowledged) {
+            if point.after != content {
+                break;
+            }
             for tier in Tier::ALL {
                 let state = point.states.get_mut(tier);
                 *state = state.weakest(*context.states.get(tier));
@@ -205,8 +210,9 @@ impl Publisher {
 
     /// Age of the oldest change that the log has not acknowledged; zero without one.
     pub(super) fn backlog_age(&self, now: Instant) -> Duration {
-        let in_window = self.window.front().map(|record| record.since);
-        let oldest = in_window.or(self.pending.since);
+        // A replay brings changes that are older than the records before them.
+        let in_window = self.window.iter().map(|record| record.since);
+        let oldest = in_window.chain(self.pending.since).min();
         oldest.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 

@@ -239,6 +239,30 @@ fn row_3_what_a_late_replay_brings_is_as_old_as_the_gap() {
     assert_eq!(world.gpu(), GPU);
 }
 
+/// World seed 800023: a record that only changes a state waits in front of what the replay brings.
+#[test]
+fn row_3_what_a_late_replay_brings_is_older_than_the_record_before_it() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.acks_wait = true;
+    world.engine_answers = false;
+    world.publish_lost(&[remove(1)]);
+    world.publish(&[store(None, &[7])]);
+    world.tick_ms(1_400);
+    world.core.learn(EngineFacts {
+        speculates: Some(true),
+        ..EngineFacts::default()
+    });
+    world.tick_ms(100);
+    world.answer_late();
+    assert_eq!(world.core.mirror().states().gpu, TierState::Unverified);
+    world.tick_ms(1_600);
+    assert_eq!(world.gpu(), TierState::Stale);
+    world.acks_wait = false;
+    world.acknowledge_all();
+    assert_eq!(world.gpu(), TierState::Unverified);
+}
+
 #[test]
 fn row_3_the_last_messages_before_a_silence_are_found() {
     let mut world = World::started(true);

@@ -332,6 +332,31 @@ fn a_record_whose_states_changed_is_as_of_later_batches_without_changes() {
     ));
 }
 
+/// World seed 800023: a record that only changes a state does not reach the log.
+#[test]
+fn the_record_before_one_without_changes_is_as_of_later_batches() {
+    let mut world = World::started(true);
+    world.core.learn(EngineFacts {
+        speculates: Some(true),
+        ..EngineFacts::default()
+    });
+    world.publish(&[store(None, &[1])]);
+    world.acks_wait = true;
+    world.core.learn(EngineFacts {
+        speculates: Some(false),
+        ..EngineFacts::default()
+    });
+    world.publish(&[]);
+    world.tick_ms(1_000);
+    let last = world.heartbeats.last().unwrap();
+    assert_eq!(last.engine_seq, Some(EngineSeq(1)));
+    assert_eq!(*last.states.get(Tier::Gpu), TierState::Unverified);
+    world.publish(&[store(None, &[2])]);
+    world.tick_ms(1_000);
+    let last = world.heartbeats.last().unwrap();
+    assert_eq!(last.engine_seq, Some(EngineSeq(1)));
+}
+
 /// The parts of a split record are as of no earlier batch than the record before.
 #[test]
 fn the_parts_of_a_split_record_do_not_go_back() {
