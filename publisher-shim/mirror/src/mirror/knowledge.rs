@@ -7,8 +7,8 @@
 //! go wrong. Without extra keys a salted or multimodal block looks like a plain one: `stale`.
 //! Without kinds for several groups a masked group may count: `stale`. Without the LoRA's name its
 //! blocks are opaque and only not found: `partial`, from the first such block on. A connector that is
-//! not known to publish removals may hold less than it stored: `unverified`, in CPU memory until its
-//! first removal.
+//! not known to publish removals may hold less than it stored: `unverified`, in CPU memory until the
+//! first removal that names a KV group.
 //! An operator who knows better can declare it ([`Assumptions`]).
 
 use warmroute_proto::{Tier, TierState, Tiers};
@@ -76,8 +76,8 @@ impl TierLimit {
                  attention, set --assume main-attention-only"
             }
             Self::NoRemovals => {
-                "its connector is not known to publish removals: credit is unverified, in CPU \
-                 memory until the first one; if it does, set --assume removals"
+                "its connector is not known to publish all removals: credit is unverified; if it does, \
+                 set --assume removals"
             }
             Self::Chunks => {
                 "its connector keeps chunks of several blocks: credit is unverified, as a hit needs \
@@ -210,12 +210,11 @@ impl Knowledge {
         known.unnamed_lora |= matches!(stored.lora, LoraRef::Unnamed(_));
     }
 
-    /// Storage is shared and may lose blocks behind the connector's back: a removal does not show
-    /// that all are published.
-    pub(super) const fn saw_removal(&mut self, tier: Tier) {
-        match tier {
-            Tier::Gpu | Tier::Cpu => self.tiers.get_mut(tier).removes = true,
-            Tier::Disk => {}
+    /// A removal does not show that all are published if a server behind the connector may lose
+    /// events, which then name no KV group, or in storage, which others may change.
+    pub(super) const fn saw_removal(&mut self, tier: Tier, names_group: bool) {
+        if matches!(tier, Tier::Cpu) && names_group {
+            self.tiers.cpu.removes = true;
         }
     }
 

@@ -675,7 +675,7 @@ impl Mirror {
             Some(GroupRole::Counted(slot)) => Some(slot),
             Some(GroupRole::Untracked) | None => None,
         };
-        self.knowledge.saw_removal(tier);
+        self.knowledge.saw_removal(tier, removed.group.is_some());
         for &hash in &removed.hashes {
             let had_reference = slot.is_some_and(|slot| {
                 let at = GroupTier { slot, tier };

@@ -387,6 +387,13 @@ fn a_tier_is_credited_from_its_first_store_and_unverified_without_known_removals
     let mut unknown = store(Assumptions::default(), false);
     assert_eq!(unknown.limits().cpu, Some(TierLimit::NoRemovals));
     assert_eq!(unknown.states().cpu, TierState::Unverified);
+    let without_group = CacheEvent::Removed(RemovedBlocks {
+        hashes: Vec::new(),
+        medium: Medium::Cpu,
+        group: None,
+    });
+    unknown.apply(&batch(vec![without_group])).unwrap();
+    assert_eq!(unknown.states().cpu, TierState::Unverified);
     let removal = vec![removed_from(1, Medium::Cpu, 0)];
     unknown.apply(&batch(removal)).unwrap();
     assert_eq!(unknown.states().cpu, TierState::Complete);

@@ -199,7 +199,7 @@ impl<'a> Fields<'a> {
             salt,
             keys: keys.blocks.into_iter().collect(),
             reports_extra_keys: self.reports_extra_keys(medium),
-            reports_removals: self.reports_removals()?,
+            reports_removals: self.reports_removals(group)?,
             medium,
             group,
         }));
@@ -221,11 +221,15 @@ impl<'a> Fields<'a> {
         has_field || self.cache_salt.is_some()
     }
 
-    /// The engine itself, and those offloading connectors of vLLM that name their medium `CPU`.
-    /// Mooncake's and LMCache's write `cpu`; removals from storage are not assured.
-    fn reports_removals(&self) -> Result<bool, WireError> {
-        let medium = text(self.medium)?;
-        Ok(medium.is_none_or(|name| name == "CPU" || Medium::of_name(name) == Some(Medium::Gpu)))
+    /// The engine itself, and vLLM's own offloading connectors, which name their medium `CPU` and the
+    /// KV group. Mooncake's and LMCache's write `cpu`, LMCache's server `CPU` without a group;
+    /// removals from storage are not assured.
+    fn reports_removals(&self, group: BlockGroup) -> Result<bool, WireError> {
+        Ok(match text(self.medium)? {
+            None => true,
+            Some("CPU") => group.index.is_some(),
+            Some(name) => Medium::of_name(name) == Some(Medium::Gpu),
+        })
     }
 
     fn removed(&self) -> Result<Decoded, WireError> {

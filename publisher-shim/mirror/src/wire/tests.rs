@@ -307,8 +307,14 @@ fn the_writing_of_a_medium_tells_connectors_apart() {
         ("CPU_PINNED", false),
         ("STORAGE", false),
     ] {
-        let stored = store(&json!({"medium": word}));
+        let stored = store(&json!({"medium": word, "group_idx": 0}));
         assert_eq!(stored.reports_removals, reports_removals, "{word}");
+        let stored = store(&json!({"medium": word}));
+        assert_eq!(
+            stored.reports_removals,
+            reports_removals && word != "CPU",
+            "{word}"
+        );
     }
 }
 
