@@ -26,6 +26,10 @@ step "formatting"
 cargo fmt --all -- --check
 step "lints"
 cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+step "benchmarks outside the workspace"
+for bench in tests/bench-proxy tests/bench-tree; do
+  cargo check --quiet --locked --manifest-path "$bench/Cargo.toml" --target-dir target
+done
 step "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 step "dependencies: bans, licences, sources"

@@ -50,6 +50,7 @@ fn batch(event: Event) -> (u32, Batch) {
                 salt: None,
                 keys: Vec::new(),
                 reports_extra_keys: true,
+                reports_removals: true,
                 medium: medium(tier),
                 group: BlockGroup {
                     index: Some(0),
