@@ -199,7 +199,8 @@ async fn probe_inbox(connection: &ConnectionState, outbox: &Outbox) {
         sleep(INBOX_PROBE).await;
         if connection.is_up() && probe.is_due(connection.answers()) {
             let (reply, answer) = oneshot::channel();
-            outbox.push(Sent::Call(Op::Status, reply));
+            // An answer without the log's clock: the real probe's is not read.
+            outbox.push(Sent::Call(Op::At(LogPosition(0)), reply));
             drop(timeout(PROBE_TIMEOUT, answer).await);
         }
         let is_unanswered = probe.end(connection.answers(), connection.is_up());
