@@ -72,6 +72,9 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
 fn engine_key(
     path: Option<PathBuf>,
 ) -> anyhow::Result<Option<FollowedFile<EngineKey, EngineKeyError>>> {
-    let file = path.map(|path| FollowedFile::load("--engine-key-file", path, EngineKey::read));
-    file.transpose().context("--engine-key-file")
+    let load = |path: PathBuf| {
+        let file = FollowedFile::load("--engine-key-file", path.clone(), EngineKey::read);
+        file.with_context(|| format!("--engine-key-file {}", path.display()))
+    };
+    path.map(load).transpose()
 }

@@ -352,13 +352,14 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         let was_healthy = *shared.health.borrow() == EngineHealth::Healthy;
         shared.health.send_replace(health);
         if health != EngineHealth::Healthy {
+            forget_speculation(&shared);
             continue;
         }
         if was_healthy && since_info < INFO_EVERY {
             read_resets(&shared, &*engine).await;
             continue;
         }
-        let info = match engine.info().await {
+        let mut info = match engine.info().await {
             Ok(info) => info,
             Err(error) => {
                 if warning.is_due(Instant::now(), error) {
@@ -369,6 +370,8 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         };
         warning = RepeatedWarning::default();
         since_info = 0;
+        // A busy engine's metrics may be late once. It did not restart since they were read.
+        info.speculates = info.speculates.or(shared.info.borrow().speculates);
         // The ranks may not have taken in what was read just now.
         let void = info
             .speculates
@@ -389,6 +392,17 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             }
         }
     }
+}
+
+/// The next engine at this URL may decode otherwise.
+fn forget_speculation(shared: &ShimState) {
+    shared.info.send_if_modified(|known| {
+        let is_known = known.speculates.is_some();
+        if is_known {
+            Arc::make_mut(known).speculates = None;
+        }
+        is_known
+    });
 }
 
 /// Reads the engine's count of resets, if it can have one.

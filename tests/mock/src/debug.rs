@@ -30,6 +30,8 @@ struct Fault {
     publish: Option<StrangeMessage>,
     /// Status of `/health`, for the whole server.
     health: Option<u16>,
+    /// Whether `/metrics` is served, by the whole server.
+    metrics: Option<bool>,
 }
 
 /// Held blocks of each rank, between two steps: the state after the last published batch, except
@@ -76,6 +78,9 @@ pub(crate) async fn fault(
         Fault::deserialize(parse(&body)?).map_err(|error| Error::bad_request(error.to_string()))?;
     if let Some(health) = fault.health {
         server.health.store(health, Ordering::Relaxed);
+    }
+    if let Some(metrics) = fault.metrics {
+        server.has_metrics.store(metrics, Ordering::Relaxed);
     }
     let named = |number| fault.rank.is_none_or(|rank| rank == number);
     for (number, rank) in server.ranks.iter().enumerate() {

@@ -29,7 +29,7 @@ mod wire;
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64};
 
 use anyhow::{Context as _, ensure};
 use axum::serve::ListenerExt as _;
@@ -115,6 +115,7 @@ impl Mock {
             #[expect(clippy::cast_sign_loss, reason = "later than 1970")]
             started_unix: rank::unix_seconds() as u64,
             health: AtomicU16::new(200),
+            has_metrics: AtomicBool::new(true),
             requests: AtomicU64::new(0),
             id_prompts: AtomicU64::new(0),
             rate,

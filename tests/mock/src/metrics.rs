@@ -2,8 +2,10 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use axum::extract::State;
+use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 
@@ -11,6 +13,9 @@ use crate::rank::Rank;
 use crate::server::Server;
 
 pub(crate) async fn metrics(State(server): State<Arc<Server>>) -> Response {
+    if !server.has_metrics.load(Ordering::Relaxed) {
+        return StatusCode::NOT_FOUND.into_response();
+    }
     let kind = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, render(&server)).into_response()
 }

@@ -1,7 +1,7 @@
 //! The HTTP side: routes, and what they share.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::Bytes;
@@ -45,6 +45,8 @@ pub(crate) struct Server {
     pub(crate) started_unix: u64,
     /// Status of `/health`.
     pub(crate) health: AtomicU16,
+    /// Whether `/metrics` is served.
+    pub(crate) has_metrics: AtomicBool,
     pub(crate) requests: AtomicU64,
     /// Text completions whose prompt came as token ids.
     pub(crate) id_prompts: AtomicU64,

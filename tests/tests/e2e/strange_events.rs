@@ -1,6 +1,6 @@
 //! Messages of an engine that this version does not understand, as of a future vLLM.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::fleet::traffic::{Served, prompt, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
@@ -17,6 +17,7 @@ const ENGINES: Engines = Engines {
 
 on_both_planes!(what_is_not_understood_costs_one_generation_and_no_later_credit);
 on_both_planes!(a_group_of_an_unknown_kind_ends_exact_and_no_request);
+on_both_planes!(an_engine_that_comes_back_without_metrics_is_unverified);
 on_both_planes!(a_message_without_a_sequence_number_costs_credit_until_the_next_with_one);
 
 /// The engine publishes a strange message.
@@ -133,4 +134,35 @@ async fn a_group_of_an_unknown_kind_ends_exact_and_no_request(mode: Mode) {
     };
     // What engines report is credited all the same, as unverified.
     assert!(served.state != "exact" && served.overlap_blocks <= BLOCKS);
+}
+
+/// The next engine at this URL may decode speculatively, which only its metrics would show.
+async fn an_engine_that_comes_back_without_metrics_is_unverified(mode: Mode) {
+    let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
+    let mut prompts = 0..;
+    let set = async |fault: Value| {
+        let set = fleet
+            .http
+            .post(fleet.engine(0, "/debug/fault"))
+            .json(&fault);
+        assert!(set.send().await.unwrap().status().is_success());
+    };
+    let until = async |state: &str| {
+        let is_so = async |fleet: &Fleet| {
+            let sources = fleet.positions(&fleet.indexes()[0]).await;
+            sources.values().all(|(of, _)| of == state)
+        };
+        fleet.until(state, is_so).await;
+    };
+    assert_credited(&fleet, &mut prompts, "exact").await;
+    set(json!({"metrics": false})).await;
+    set(json!({"health": 503})).await;
+    until("stale").await;
+    set(json!({"health": 200})).await;
+    until("unverified").await;
+    let warned = async |fleet: &Fleet| warnings(fleet, "hits may be shorter") == 1;
+    fleet.until("a warning names the cause", warned).await;
+    set(json!({"metrics": true})).await;
+    until("exact").await;
+    assert_credited(&fleet, &mut prompts, "exact").await;
 }

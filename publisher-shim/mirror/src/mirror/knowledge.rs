@@ -227,7 +227,8 @@ impl Knowledge {
 
     /// Removals of the tier are published, as far as is known.
     pub(super) const fn sees_removals(&self, tier: Tier, assume: Assumptions) -> bool {
-        assume.removals || self.tiers.get(tier).removes
+        // A checkpoint of an earlier version may say so of storage.
+        assume.removals || self.tiers.get(tier).removes && !matches!(tier, Tier::Disk)
     }
 
     pub(super) const fn miss(&mut self, tier: Tier) {

@@ -19,9 +19,7 @@ impl SourceCore {
     /// Takes the engine's own facts.
     pub fn learn(&mut self, facts: EngineFacts) {
         self.mirror.set_blocks_max(facts.blocks_max);
-        if facts.speculates.is_some() {
-            self.mirror.set_speculation(facts.speculates);
-        }
+        self.mirror.set_speculation(facts.speculates);
         if let Some(block_size) = facts.block_size {
             self.mirror.suggest_block_size(block_size);
         }

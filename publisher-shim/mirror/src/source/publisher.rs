@@ -208,6 +208,12 @@ impl Publisher {
         }
     }
 
+    /// The last record as it is claimed; its states may be lower than those that it was sent with.
+    fn last_point(&self) -> Option<&RecordState> {
+        let in_window = self.window.back().map(|record| &record.point);
+        in_window.or(self.acknowledged.as_ref())
+    }
+
     /// Age of the oldest change that the log has not acknowledged; zero without one.
     pub(super) fn backlog_age(&self, now: Instant) -> Duration {
         // A replay brings changes that are older than the records before them.
@@ -360,10 +366,10 @@ impl Publisher {
             }
             PublishPhase::Open => {}
         }
+        let is_other = |point: &RecordState| point.states != context.states;
         let has_news = !self.pending.is_empty()
-            || self
-                .last_cut
-                .is_none_or(|last_cut| last_cut.states != context.states);
+            || self.last_cut.as_ref().is_none_or(is_other)
+            || self.last_point().is_some_and(is_other);
         let is_full = self.pending.bytes + 1024 >= self.record_bytes_max;
         if has_news && (self.window.is_empty() || is_full) {
             self.cut_pending(now, context);

@@ -357,6 +357,26 @@ fn the_record_before_one_without_changes_is_as_of_later_batches() {
     assert_eq!(last.engine_seq, Some(EngineSeq(1)));
 }
 
+/// A state that was lowered for a moment, while a record was in flight, comes back.
+#[test]
+fn a_state_that_was_lowered_in_flight_is_claimed_again() {
+    let mut world = World::started(true);
+    world.acks_wait = true;
+    world.publish(&[store(None, &[1])]);
+    for speculates in [true, false] {
+        world.core.learn(EngineFacts {
+            speculates: Some(speculates),
+            ..EngineFacts::default()
+        });
+        world.publish(&[]);
+    }
+    world.acks_wait = false;
+    world.acknowledge_all();
+    world.tick_ms(1_000);
+    let last = world.heartbeats.last().unwrap();
+    assert!(is_complete(*last.states.get(Tier::Gpu)));
+}
+
 /// The parts of a split record are as of no earlier batch than the record before.
 #[test]
 fn the_parts_of_a_split_record_do_not_go_back() {
