@@ -337,7 +337,7 @@ impl EndedRequest {
             credited_tokens: report.credited_tokens(),
         });
         let [correlation, traceparent] = report.traces.clone();
-        // A trace that began here: the client sent none.
+        // Of a traced request: the engine's parent, in the client's trace if it sent a valid one.
         let own = report.trace.as_deref().map(RequestTrace::traceparent);
         Self {
             started: report.started,
@@ -345,7 +345,7 @@ impl EndedRequest {
             total,
             route: report.route,
             request_id: report.request_id.clone(),
-            traces: [correlation, traceparent.or(own)],
+            traces: [correlation, own.or(traceparent)],
             model: report.series.as_ref().map(|one| Arc::clone(&one.model)),
             placement,
             prompt_tokens: report.prompt.tokens,

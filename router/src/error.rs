@@ -40,6 +40,8 @@ pub(crate) enum ProxyError {
     Shed(ShedRequest),
     #[error("The router holds too many request bodies at the moment.")]
     BuffersFull,
+    #[error("The router has as many requests in flight as its limit of open files allows.")]
+    FilesFull,
     #[error("Every worker tried closed the connection or sent nothing before it answered.")]
     Upstream,
     #[error("The router failed: {0}")]
@@ -102,7 +104,7 @@ impl ProxyError {
                 ShedReason::Timeout => (503, ErrorType::Unavailable, "queue_timeout"),
                 ShedReason::RouterEnds => (503, ErrorType::Unavailable, "router_ends"),
             },
-            Self::BuffersFull => (503, ErrorType::Unavailable, "router_full"),
+            Self::BuffersFull | Self::FilesFull => (503, ErrorType::Unavailable, "router_full"),
             Self::Upstream => (502, ErrorType::Internal, "upstream_failed"),
             Self::Internal(_) => (500, ErrorType::Internal, "router_failed"),
         };
@@ -114,7 +116,9 @@ impl ProxyError {
     /// Seconds after which the request may be repeated; `None`: it would fail again.
     fn retry_after_secs(&self) -> Option<u64> {
         match self {
-            Self::NoWorker | Self::AllFull | Self::BuffersFull => Some(RETRY_AFTER_SECS),
+            Self::NoWorker | Self::AllFull | Self::BuffersFull | Self::FilesFull => {
+                Some(RETRY_AFTER_SECS)
+            }
             Self::Shed(shed) => Some(shed.retry_after_secs()),
             Self::Tenant(TenantRefusal::Limit(reached)) => Some(reached.retry_after_secs()),
             Self::Request(_)

@@ -25,7 +25,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
 use tokio::time::Instant;
 use warmroute_proto::registry::{DrainEntry, DrainState, DrainUntil, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Source, WorkerId};
@@ -42,7 +42,7 @@ pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
 pub(crate) use models::Parity;
 pub(crate) use models::{CatalogModel, ModelCatalog, PromptTrust};
-pub(crate) use probe::{HealthProber, causes, io_kind, is_refused};
+pub(crate) use probe::{HealthProber, causes, io_kind, is_own, is_refused};
 pub(crate) use registration::RegistrationChecker;
 pub(crate) use registry::FleetRegistry;
 pub(crate) use state::FleetWorker;
@@ -100,6 +100,7 @@ impl Fleet {
             url: url.to_owned(),
             began,
             reported: false,
+            permit: None,
         }
     }
 
@@ -246,9 +247,16 @@ pub(crate) struct TrackedRequest {
     url: String,
     began: std::time::Instant,
     reported: bool,
+    /// Of the file to the engine, while its answer is read.
+    permit: Option<OwnedSemaphorePermit>,
 }
 
 impl TrackedRequest {
+    /// Releases the permit when the answer ends.
+    pub(crate) fn hold(&mut self, permit: OwnedSemaphorePermit) {
+        self.permit = Some(permit);
+    }
+
     /// Reports a result to the circuit breaker. An answer may still break later. Takes no lock for
     /// an answer while no circuit breaker counts.
     pub(crate) fn report(&mut self, result: RequestResult) {

@@ -48,7 +48,7 @@ use crate::recorder::Recorder;
 use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
 use crate::router_facts::FactsWriter;
-use crate::settings::{LiveSettings, SettingsWatcher};
+use crate::settings::{LiveSettings, Settings, SettingsWatcher};
 use crate::shared_core::SharedCore;
 use crate::spans::Tracer;
 use crate::tenant_sync::TenantSync;
@@ -141,7 +141,8 @@ impl Running {
         };
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
-        let engines = EngineClient::new(&settings, Arc::clone(&metrics))
+        let connections_max = connections_max(&config, &settings.current());
+        let engines = EngineClient::new(&settings, Arc::clone(&metrics), connections_max)
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
@@ -169,7 +170,7 @@ impl Running {
             clients,
             operators: Port::default(),
         };
-        let connections_max = connections_max(config.limits.connections);
+        let connections_max = connections_max.min(config.limits.connections);
         let public_rules = public_rules(&app.settings);
         let public_router = proxy::router(app);
         let port = &running.clients;
@@ -581,16 +582,21 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
     )
 }
 
-/// The bound of client connections: the flag's, or what the limit of open files allows.
-fn connections_max(flag: usize) -> usize {
-    let fitting = open_files::connections_max();
-    if fitting < flag {
+/// Files of one rank that is followed in this process: sockets of events, and what they wait by.
+const RANK_FILES: u64 = 16;
+
+/// The connections that the limit of open files allows, on either side.
+fn connections_max(config: &Config, settings: &Settings) -> usize {
+    let workers = config.workers.iter().chain(&settings.workers);
+    let ranks: u64 = workers.map(|worker| u64::from(worker.ranks.get())).sum();
+    let fitting = open_files::connections_max(RANK_FILES * ranks);
+    if fitting < config.limits.connections {
         tracing::warn!(
             connections = fitting,
             "the limit of open files allows fewer client connections than --max-connections"
         );
     }
-    flag.min(fitting)
+    fitting
 }
 
 /// The settings in force, and their watcher.

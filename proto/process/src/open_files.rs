@@ -1,5 +1,8 @@
 //! The limit of open files: a proxied request needs two, one to its client and one to its engine.
 
+use std::io;
+
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Raises the soft limit to the hard one: shells and containers often set it to 1,024, which is a
@@ -14,14 +17,43 @@ pub fn raise_limit() {
     setrlimit(Resource::Nofile, raised).unwrap_or_default();
 }
 
-/// Files beside those of requests: ports, the plane, event sockets, logs, operators' connections.
+/// Files beside those of requests and workers: ports, the plane, logs, operators' connections.
 const RESERVE: u64 = 128;
 
-/// So many connections whose requests are forwarded fit into the limit.
+/// So many connections fit into the limit, each with a file of its own and one to an engine, beside
+/// `others` files.
 #[must_use]
-pub fn connections_max() -> usize {
+pub fn connections_max(others: u64) -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    usize::try_from(limit.saturating_sub(RESERVE) / 2)
-        .unwrap_or(usize::MAX)
-        .max(1)
+    let free = limit.saturating_sub(RESERVE.saturating_add(others));
+    usize::try_from(free / 2).unwrap_or(usize::MAX).max(1)
+}
+
+/// Whether this machine, not the peer, is the cause: it has no free file or port.
+#[must_use]
+pub fn is_exhausted(error: &io::Error) -> bool {
+    let is_listed = |errno| matches!(errno, Errno::MFILE | Errno::NFILE | Errno::ADDRNOTAVAIL);
+    Errno::from_io_error(error).is_some_and(is_listed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_get_half_of_what_others_leave() {
+        raise_limit();
+        let limit = getrlimit(Resource::Nofile).current.unwrap();
+        let connections = |others| connections_max(others) as u64;
+        assert_eq!(connections(0), (limit - RESERVE) / 2);
+        assert_eq!(connections(limit - RESERVE - 10), 5);
+        assert_eq!(connections(u64::MAX), 1);
+    }
+
+    #[test]
+    fn a_lack_of_files_or_ports_is_this_machines() {
+        let is_own = |errno: Errno| is_exhausted(&io::Error::from(errno));
+        assert!(is_own(Errno::MFILE) && is_own(Errno::ADDRNOTAVAIL));
+        assert!(!is_own(Errno::CONNREFUSED) && !is_own(Errno::HOSTUNREACH));
+    }
 }

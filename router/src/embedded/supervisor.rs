@@ -359,14 +359,14 @@ impl WorkerSupervisor {
 
     fn service(&self, spec: &WorkerSpec) -> anyhow::Result<warmroute_shim::Service> {
         let worker = &spec.id;
+        let open = |dir| StateDir::open(dir, worker).context("--state-dir");
+        let dir = self.state_dir.as_deref().map(open).transpose()?;
         if spec.replay.is_none() {
             tracing::warn!(
                 %worker,
                 "no replay= endpoint: lost events cannot be seen unless the engine reports one"
             );
         }
-        let open = |dir| StateDir::open(dir, worker).context("--state-dir");
-        let dir = self.state_dir.as_deref().map(open).transpose()?;
         let shim = ShimConfig {
             engine_key: engine_key(spec, &self.parts.settings),
             engine_tls: Some(self.parts.engines.tls().clone()),

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_process::engine_answer::bounded_body;
-use warmroute_process::tls;
+use warmroute_process::{open_files, tls};
 
 use super::health::Observation;
 use super::{Fleet, ProbeTarget};
@@ -33,6 +33,8 @@ const SETTLE: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ProbeResult {
     Seen(Observation),
+    /// It says nothing of the worker.
+    Void,
     /// TLS was not agreed on, for this reason.
     TlsRefused(String),
 }
@@ -63,6 +65,7 @@ impl HealthProber {
                     let (worker, url) = (&target.worker, &target.url);
                     match result {
                         ProbeResult::Seen(seen) => self.fleet.observe(worker, url, seen),
+                        ProbeResult::Void => {}
                         ProbeResult::TlsRefused(why) => self.fleet.tls_refused(worker, url, &why),
                     }
                     if self.fleet.is_settled() {
@@ -93,6 +96,7 @@ pub(super) async fn probe(
     let get = async |path| get(&client, &keys, &target, path).await;
     let observation = match get("health").await {
         Ok(response) if response.status().is_success() => Observation::ProbePassed,
+        Err(error) if is_own(&error) => return (target, ProbeResult::Void),
         Err(error) if is_refused(&error) => Observation::ConnectRefused,
         Err(error) if error.is_connect() => match tls::failure_of(&error) {
             Some(why) => return (target, ProbeResult::TlsRefused(why)),
@@ -109,6 +113,13 @@ pub(super) async fn probe(
         }
     }
     (target, ProbeResult::Seen(observation))
+}
+
+/// This machine could not try: it has no free file or port.
+pub(crate) fn is_own(error: &reqwest::Error) -> bool {
+    let own =
+        |cause: &(dyn Error + 'static)| cause.downcast_ref().is_some_and(open_files::is_exhausted);
+    error.is_connect() && causes(error).any(own)
 }
 
 /// No process listens there. One such failure is proof; other failures to connect are not.

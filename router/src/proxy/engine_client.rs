@@ -16,6 +16,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use reqwest::{Client, Request, Response};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
@@ -59,10 +60,16 @@ pub(crate) struct EngineClient {
     tls: EngineTls,
     keys: EngineKeys,
     metrics: Arc<Metrics>,
+    /// Bounds the files of requests in flight: clients of HTTP/2 send many on one connection.
+    files: Arc<Semaphore>,
 }
 
 impl EngineClient {
-    pub(crate) fn new(settings: &Arc<LiveSettings>, metrics: Arc<Metrics>) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        settings: &Arc<LiveSettings>,
+        metrics: Arc<Metrics>,
+        requests_max: usize,
+    ) -> anyhow::Result<Self> {
         let live = Arc::clone(settings);
         let tls = EngineTls::new(move || live.current().engine_authorities())?;
         let client = |idle_connections_max| {
@@ -81,7 +88,13 @@ impl EngineClient {
             tls,
             keys: EngineKeys::default(),
             metrics,
+            files: Arc::new(Semaphore::new(requests_max.min(Semaphore::MAX_PERMITS))),
         })
+    }
+
+    /// The right to send a request; `None` while as many are in flight as files may be open.
+    pub(super) fn permit(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.files).try_acquire_owned().ok()
     }
 
     /// For requests whose failures are handled elsewhere.
@@ -194,7 +207,7 @@ mod tests {
         assert!(held.len() < 64, "the queue has no bound");
         let settings = LiveSettings::new(Settings::default());
         let metrics = Arc::new(Metrics::new().unwrap());
-        let client = EngineClient::new(&settings, metrics).unwrap();
+        let client = EngineClient::new(&settings, metrics, 8).unwrap();
         for millis in [250, 700] {
             let text = format!("connect_timeout_ms = {millis}");
             settings.replace(Settings::parse(&text).unwrap());

@@ -22,7 +22,7 @@ use super::waiting::WorkerWait;
 use crate::admission::ShedReason;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
-use crate::fleet::{Fleet, RequestResult, is_refused};
+use crate::fleet::{Fleet, RequestResult, is_own, is_refused};
 use crate::metrics::{CancelPhase, RetryReason};
 use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
@@ -116,6 +116,19 @@ impl App {
     }
 
     async fn try_workers(
+        &self,
+        call: &mut Call,
+        request: &ForwardedRequest,
+        routing: &Routing,
+        pass: &mut QueuePass,
+    ) -> Result<EngineAnswer, ProxyError> {
+        let permit = self.engines.permit().ok_or(ProxyError::FilesFull)?;
+        let mut answer = self.send_to_workers(call, request, routing, pass).await?;
+        answer.placement.tracked.hold(permit);
+        Ok(answer)
+    }
+
+    async fn send_to_workers(
         &self,
         call: &mut Call,
         request: &ForwardedRequest,
@@ -243,7 +256,7 @@ impl App {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);
                 return RetryReason::Connect;
             }
-            // The worker's fault or this machine's: it has no free port, no free file or no route.
+            AttemptError::Http(error) if is_own(error) => return RetryReason::Connect,
             AttemptError::Http(error) if error.is_connect() => RetryReason::Connect,
             AttemptError::Http(_) => RetryReason::Broken,
             AttemptError::Silent(_) => RetryReason::Silent,

@@ -257,6 +257,28 @@ async fn a_refused_connection_goes_to_the_next_worker() {
     world.until_quiet().await;
 }
 
+/// Clients of HTTP/2 send many requests on one connection.
+#[tokio::test]
+async fn requests_in_flight_are_bounded_by_the_files_that_may_be_open() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let held: Vec<_> = std::iter::from_fn(|| world.app.engines.permit()).collect();
+    assert!(!held.is_empty());
+    let refused = world.send("/v1/completions", &body(4)).await;
+    assert_eq!((refused.status().as_u16(), engine.asked()), (503, 0));
+    assert_eq!(refused.headers()["retry-after"], "1");
+    world::assert_error(refused, "router_full").await;
+    assert_eq!(world.get("/health").await.status(), 200);
+    let count = held.len();
+    drop(held);
+    let served = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(served.status(), 200);
+    served.bytes().await.unwrap();
+    world.until_quiet().await;
+    let free = std::iter::from_fn(|| world.app.engines.permit());
+    assert_eq!(free.collect::<Vec<_>>().len(), count, "all are released");
+}
+
 /// The failure may be the router's own: no free port, no free file, no route.
 #[tokio::test]
 async fn a_connection_that_cannot_be_tried_does_not_make_the_worker_unhealthy() {

@@ -224,7 +224,7 @@ async fn idle_connections_make_room_where_files_are_few() {
     let _router = Process::start("/usr/bin/env", &place.path("router.log"), arguments).await;
     let log = || std::fs::read_to_string(place.path("router.log")).unwrap();
     // The soft limit is raised to the hard one.
-    assert!(log().contains("connections=86"), "{}", log());
+    assert!(log().contains("connections=78"), "{}", log());
     let mut held = Vec::new();
     for number in 0..CONNECTIONS {
         let mut stream = TcpStream::connect(format!("127.0.0.1:{public}"))
@@ -245,5 +245,5 @@ async fn idle_connections_make_room_where_files_are_few() {
         .lines()
         .find_map(|line| line.strip_prefix("warmroute_router_connections_evicted_total "));
     let evicted: usize = evicted.unwrap().parse().unwrap();
-    assert_eq!(evicted, CONNECTIONS - 86);
+    assert_eq!(evicted, CONNECTIONS - 78);
 }

@@ -556,7 +556,7 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: EngineClient::new(&settings, Arc::clone(&metrics)).unwrap(),
+            engines: EngineClient::new(&settings, Arc::clone(&metrics), 64).unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
             tenants: Arc::new(Tenants::new(Arc::clone(&settings))),
