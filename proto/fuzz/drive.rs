@@ -7,7 +7,7 @@ use warmroute_proto::load::{
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
     DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest,
-    RouterFacts, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
@@ -57,6 +57,7 @@ fn messages(data: &[u8]) {
     canonical::<DemotionEntry>(data);
     canonical::<DrainContext>(data);
     canonical::<RouterFacts>(data);
+    canonical::<RouterRefusals>(data);
     canonical::<RosterPageRequest>(data);
     canonical::<RosterPage>(data);
     canonical::<HolderQuery>(data);

@@ -21,7 +21,7 @@ use crate::load::{LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest
 use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
     DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX,
-    ResyncRequest, RouterFacts, ShimEntry, SnapshotLease, WorkerEntry,
+    ResyncRequest, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
@@ -136,6 +136,7 @@ kinds! {
     TenantReport = 32,
     ReplicaFaultsRequest = 33,
     ReplicaFaults = 34,
+    RouterRefusals = 35,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -133,6 +133,15 @@ pub struct RouterFacts {
     pub without_tokenizer: Vec<ModelProblem>,
 }
 
+/// What the plane's server refuses a router's user, for operators' tools. It expires with its router,
+/// and there is none while nothing is refused.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct RouterRefusals {
+    pub router: RouterId,
+    /// `publish` or `subscribe`, and the subject.
+    pub refused: Vec<String>,
+}
+
 /// A model whose prompts in text a router cannot hash.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ModelProblem {

@@ -12,6 +12,7 @@ use crate::{DpRank, Namespace, RouterId, Source, WorkerId};
 const ROOT: &str = "wr";
 const DEMOTED: &str = "demoted";
 const FACTS: &str = "facts";
+const REFUSED: &str = "refused";
 const DRAIN_CONTEXT: &str = "router.drain";
 
 /// One name as one subject token. The empty name is `=`.
@@ -188,6 +189,18 @@ impl Subjects {
     #[must_use]
     pub fn key_facts(&self, key: &str) -> Option<RouterId> {
         self.key_router(key.strip_suffix(FACTS)?.strip_suffix('.')?)
+    }
+
+    /// Registry: what the server refuses a router. Below the router's own key.
+    #[must_use]
+    pub fn refusals_key(&self, router: RouterId) -> String {
+        format!("{}.{REFUSED}", self.router_key(router))
+    }
+
+    /// The router whose refusals this key has.
+    #[must_use]
+    pub fn key_refusals(&self, key: &str) -> Option<RouterId> {
+        self.key_router(key.strip_suffix(REFUSED)?.strip_suffix('.')?)
     }
 
     /// Registry: what a worker's drain refers to. Below the routers' keys, where they may write. No

@@ -29,7 +29,7 @@ use warmroute_proto::query::{
 use warmroute_proto::registry::{
     DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
     GenerationEntry, IndexerEntry, Lora, ModelProblem, ResyncReason, ResyncRequest, RouterFacts,
-    ShimEntry, SnapshotLease, WorkerEntry,
+    RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{
     HolderAnswer, HolderDetail, HolderGroup, HolderPart, HolderQuery, NumberSet, RosterId,
@@ -591,6 +591,13 @@ fn golden_samples_of_routers() {
                 model: "m".to_owned(),
                 why: "none".to_owned(),
             }],
+        },
+    );
+    golden(
+        "router_refusals",
+        &RouterRefusals {
+            router: RouterId(*b"0123456789abcdef"),
+            refused: vec!["publish wr.prod.load.tenants".to_owned()],
         },
     );
 }

@@ -1,5 +1,5 @@
-//! Shows what `doctor` compares between routers: an entry of the registry that expires with this
-//! router. Nothing decides by it.
+//! Shows what `doctor` compares between routers, and what the plane's server refuses this one: entries
+//! of the registry that expire with this router. Nothing decides by them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +7,13 @@ use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PutIf};
-use warmroute_proto::registry::{FACTS_SHOWN_MAX, FailedCheck, ModelProblem, RouterFacts};
-use warmroute_proto::{BlockSize, RouterId, codec};
+use warmroute_process::nats::Nats;
+use warmroute_proto::codec::{self, Message};
+use warmroute_proto::registry::{
+    FACTS_SHOWN_MAX, FailedCheck, ModelProblem, RouterFacts, RouterRefusals,
+};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{BlockSize, RouterId};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::clock::unix_time;
@@ -25,10 +30,12 @@ const LEASE: Duration = Duration::from_secs(20);
 /// Characters of a name or a reason.
 const TEXT_MAX: usize = 200;
 
-/// Writes the entry.
+/// Writes the entries.
 pub(crate) struct FactsWriter {
     pub router: RouterId,
-    pub key: String,
+    pub subjects: Subjects,
+    /// `None` without NATS, where nothing is refused.
+    pub nats: Option<Nats>,
     pub knobs: Knobs,
     pub block_size: Option<BlockSize>,
     pub settings: Arc<LiveSettings>,
@@ -40,7 +47,7 @@ pub(crate) struct FactsWriter {
 impl FactsWriter {
     pub(crate) fn new(
         config: &Config,
-        (router, key): (RouterId, String),
+        (router, nats): (RouterId, Option<Nats>),
         settings: &Arc<LiveSettings>,
         fleet: &Arc<Fleet>,
         tokenizers: &Arc<Tokenizers>,
@@ -48,7 +55,8 @@ impl FactsWriter {
     ) -> Self {
         Self {
             router,
-            key,
+            subjects: Subjects::new(&config.namespace),
+            nats,
             knobs: config.knobs.clone(),
             block_size: config.block_size,
             settings: Arc::clone(settings),
@@ -72,10 +80,20 @@ impl FactsWriter {
     }
 
     async fn write(&self) -> Result<(), PlaneError> {
-        let value = codec::encode(&self.facts()).unwrap_or_default().into();
-        let put = self
-            .plane
-            .put(self.key.clone(), value, PutIf::Always, Some(LEASE));
+        let key = self.subjects.facts_key(self.router);
+        self.put(key, &self.facts()).await?;
+        let refused = self.nats.as_ref().map(Nats::refused_permissions);
+        let Some(refused) = refused.filter(|refused| !refused.is_empty()) else {
+            return Ok(());
+        };
+        let router = self.router;
+        let key = self.subjects.refusals_key(router);
+        self.put(key, &RouterRefusals { router, refused }).await
+    }
+
+    async fn put<M: Message>(&self, key: String, entry: &M) -> Result<(), PlaneError> {
+        let value = codec::encode(entry).unwrap_or_default().into();
+        let put = self.plane.put(key, value, PutIf::Always, Some(LEASE));
         put.await.map(drop)
     }
 

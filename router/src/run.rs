@@ -407,11 +407,10 @@ impl Services {
 
     /// Starts the writing of what tools compare between routers.
     fn show_facts(&self, router: RouterId, fleet: &Arc<Fleet>, config: &Config, tasks: &Tasks) {
-        let key = Subjects::new(&config.namespace).facts_key(router);
         let (settings, plane) = (&self.settings, self.deployment.plane());
         let facts = FactsWriter::new(
             config,
-            (router, key),
+            (router, self.deployment.nats().cloned()),
             settings,
             fleet,
             &self.tokenizers,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
     DemotionEntry, DrainContext, DrainEntry, DrainState, GenerationEntry, IndexerEntry,
-    RouterFacts, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -29,6 +29,8 @@ pub struct Registry {
     /// What drains refer to.
     pub contexts: BTreeMap<WorkerId, DrainContext>,
     pub facts: BTreeMap<RouterId, RouterFacts>,
+    /// What the server refuses each router.
+    pub refusals: BTreeMap<RouterId, Vec<String>>,
     pub unreadable: BTreeSet<String>,
 }
 
@@ -65,6 +67,9 @@ impl Registry {
             self.contexts.insert(worker, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_facts(key) {
             self.facts.insert(router, codec::decode(value).ok()?);
+        } else if let Some(router) = subjects.key_refusals(key) {
+            let entry: RouterRefusals = codec::decode(value).ok()?;
+            self.refusals.insert(router, entry.refused);
         } else if let Some(id) = subjects.key_indexer(key) {
             self.indexers.insert(id, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_router(key) {

@@ -16,6 +16,14 @@ const AGE_MAX: Duration = Duration::from_secs(10);
 const SKEW_MIN: Duration = Duration::from_secs(2);
 
 pub(super) fn judge(state: &PlaneState, findings: &mut Findings) {
+    for (router, refused) in &state.registry.refusals {
+        for refused in refused {
+            findings.add(
+                Code::PermissionMissing,
+                format!("router {router}: {refused}"),
+            );
+        }
+    }
     let facts = &state.registry.facts;
     let mut settings: BTreeMap<u64, Vec<RouterId>> = BTreeMap::new();
     for (router, facts) in facts {

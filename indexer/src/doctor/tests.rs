@@ -296,6 +296,10 @@ fn streams_are_judged() {
         let faults = state.faults.entry("a".to_owned()).or_default();
         faults.refused.push("subscribe wr.prod.hb.>".to_owned());
     });
+    check(Code::PermissionMissing, |state| {
+        let refused = vec!["publish wr.prod.load.tenants".to_owned()];
+        state.registry.refusals.insert(RouterId([2; 16]), refused);
+    });
     check(Code::AnswersTooLarge, |state| {
         let faults = state.faults.entry("a".to_owned()).or_default();
         faults.answers_too_large = 1;

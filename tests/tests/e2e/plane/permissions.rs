@@ -32,6 +32,9 @@ const NO_INBOX: &str = r#""wr.prod.resync.worker-0""#;
 const INDEXER_INBOX: &str = r#"["_INBOX.indexer.>", "wr.prod.query","#;
 const NO_INDEXER_INBOX: &str = r#"["wr.prod.query","#;
 
+const QUERIES: &str = r#""wr.prod.query", "wr.prod.query.*", "wr.prod.load", "#;
+const NO_QUERIES: &str = r#""wr.prod.none", "wr.prod.load", "#;
+
 const PASSWORD: &str = "user: shim-worker-0, password: $WR_SHIM_0_PASSWORD";
 const OTHER_PASSWORD: &str = "user: shim-worker-0, password: changed";
 
@@ -209,4 +212,29 @@ async fn a_shim_that_lost_its_inbox_renews_its_lease_again() {
     assert_eq!(warnings(&fleet, "shim-0.log", inbox), 1);
     change_engine(&fleet).await;
     until_equal(&fleet).await;
+}
+
+/// Its requests are served without the index.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_router_that_may_not_query_is_named_by_doctor() {
+    let fleet = start().await;
+    fleet.reload_nats(QUERIES, NO_QUERIES).await;
+    let named = async |fleet: &Fleet| {
+        change_engine(fleet).await;
+        let found = look(fleet).await.1;
+        let missing = found.get("permission_missing").cloned();
+        let is_query =
+            |one: &String| one.starts_with("router ") && one.contains("publish wr.prod.query");
+        missing.is_some_and(|list| list.iter().any(is_query))
+    };
+    fleet
+        .until("doctor names the router's permission", named)
+        .await;
+    fleet.reload_nats(NO_QUERIES, QUERIES).await;
+    let credited = async |fleet: &Fleet| {
+        let (path, body) = request(&mut fastrand::Rng::with_seed(3));
+        serve(fleet, path, &body).await;
+        serve(fleet, path, &body).await.basis == "index"
+    };
+    fleet.until("the index is queried again", credited).await;
 }
