@@ -337,7 +337,7 @@ impl EndedRequest {
             credited_tokens: report.credited_tokens(),
         });
         let [correlation, traceparent] = report.traces.clone();
-        // Of a traced request: the engine's parent, in the client's trace if it sent a valid one.
+        // A traced request's is the engine's parent, in the client's trace if it sent a valid one.
         let own = report.trace.as_deref().map(RequestTrace::traceparent);
         Self {
             started: report.started,

@@ -247,7 +247,7 @@ pub(crate) struct TrackedRequest {
     url: String,
     began: std::time::Instant,
     reported: bool,
-    /// Of the file to the engine, while its answer is read.
+    /// For the file to the engine, while its answer is read.
     permit: Option<OwnedSemaphorePermit>,
 }
 

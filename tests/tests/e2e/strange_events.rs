@@ -132,7 +132,7 @@ async fn a_group_of_an_unknown_kind_ends_exact_and_no_request(mode: Mode) {
             break served;
         }
     };
-    // What engines report is credited all the same, as unverified.
+    // What engines report is still credited, as unverified.
     assert!(served.state != "exact" && served.overlap_blocks <= BLOCKS);
 }
 

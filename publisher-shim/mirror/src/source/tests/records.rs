@@ -304,7 +304,7 @@ fn a_record_is_not_as_of_a_batch_that_lowered_a_state() {
 }
 
 /// The engine's facts come while the log does not answer: the record in flight has states that no
-/// longer are the present ones. It is as of the batches that changed nothing all the same.
+/// longer are the present ones. It is as of the batches that changed nothing.
 #[test]
 fn a_record_whose_states_changed_is_as_of_later_batches_without_changes() {
     let mut world = World::started(true);
