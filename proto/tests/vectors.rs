@@ -696,7 +696,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => ReplicaFaults::KIND,
+        _ => RouterRefusals::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();
