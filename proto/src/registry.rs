@@ -133,8 +133,8 @@ pub struct RouterFacts {
     pub without_tokenizer: Vec<ModelProblem>,
 }
 
-/// What the plane's server refuses a router's user, for operators' tools. It expires with its router,
-/// and there is none while nothing is refused.
+/// What the plane's server refuses a router's user, for operators' tools. It expires with its
+/// router, and there is none while nothing is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct RouterRefusals {
     pub router: RouterId,

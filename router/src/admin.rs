@@ -300,7 +300,6 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "tls_error": worker.tls_error,
         "load_error": worker.load_error,
         "circuit_breaker": worker.breaker.label(),
-        "circuit_breaker_open": worker.breaker.is_open(),
         "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,
         "tokenizers": tokenizers(worker, admin),

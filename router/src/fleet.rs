@@ -42,7 +42,7 @@ pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
 pub(crate) use models::Parity;
 pub(crate) use models::{CatalogModel, ModelCatalog, PromptTrust};
-pub(crate) use probe::{HealthProber, causes, io_kind, is_own, is_refused};
+pub(crate) use probe::HealthProber;
 pub(crate) use registration::RegistrationChecker;
 pub(crate) use registry::FleetRegistry;
 pub(crate) use state::FleetWorker;

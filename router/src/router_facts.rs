@@ -1,5 +1,5 @@
-//! Shows what `doctor` compares between routers, and what the plane's server refuses this one: entries
-//! of the registry that expire with this router. Nothing decides by them.
+//! Shows what `doctor` compares between routers, and what the plane's server refuses this one:
+//! entries of the registry that expire with this router. Nothing decides by them.
 
 use std::sync::Arc;
 use std::time::Duration;

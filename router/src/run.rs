@@ -141,8 +141,8 @@ impl Running {
         };
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
-        let connections_max = connections_max(&config, &settings.current());
-        let engines = EngineClient::new(&settings, Arc::clone(&metrics), connections_max)
+        let fitting = fitting_connections(&config, &settings.current());
+        let engines = EngineClient::new(&settings, Arc::clone(&metrics), fitting)
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
@@ -170,7 +170,7 @@ impl Running {
             clients,
             operators: Port::default(),
         };
-        let connections_max = connections_max.min(config.limits.connections);
+        let connections_max = fitting.min(config.limits.connections);
         let public_rules = public_rules(&app.settings);
         let public_router = proxy::router(app);
         let port = &running.clients;
@@ -585,7 +585,7 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
 const RANK_FILES: u64 = 16;
 
 /// The connections that the limit of open files allows, on either side.
-fn connections_max(config: &Config, settings: &Settings) -> usize {
+fn fitting_connections(config: &Config, settings: &Settings) -> usize {
     let workers = config.workers.iter().chain(&settings.workers);
     let ranks: u64 = workers.map(|worker| u64::from(worker.ranks.get())).sum();
     let fitting = open_files::connections_max(RANK_FILES * ranks);

@@ -89,17 +89,12 @@ impl SettingsFile {
 /// Reads the file again when it changes.
 pub(crate) struct SettingsWatcher {
     /// `None`: SIGHUP reads only the other files again.
-    file: Option<WatchedFile>,
+    file: Option<(PathBuf, WorkerRule)>,
     live: Arc<LiveSettings>,
     metrics: Arc<Metrics>,
-    hangup: Signal,
-}
-
-struct WatchedFile {
-    path: PathBuf,
-    rule: WorkerRule,
-    /// Its last content, or why there was none.
+    /// The file's last content, or why there was none.
     judged: Result<Settings, String>,
+    hangup: Signal,
 }
 
 /// Why the file is read.
@@ -115,13 +110,9 @@ impl SettingsWatcher {
         live: Arc<LiveSettings>,
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
-        let file = file.map(|file| WatchedFile {
-            path: file.path,
-            rule: file.rule,
-            judged: Ok(file.settings),
-        });
         Ok(Self {
-            file,
+            judged: Ok(Settings::clone(&live.current())),
+            file: file.map(|file| (file.path, file.rule)),
             live,
             metrics,
             hangup: signal(SignalKind::hangup())?,
@@ -146,14 +137,14 @@ impl SettingsWatcher {
 
     /// Applies the file if its content changed or an operator asks.
     async fn reload(&mut self, cause: ReloadCause) {
-        let Some(file) = &self.file else {
+        let Some((path, rule)) = self.file.clone() else {
             if cause == ReloadCause::Signal {
                 tracing::info!("no settings file, other files are read again");
                 self.live.replace(Settings::clone(&self.live.current()));
             }
             return;
         };
-        let (path, rule) = (file.path.clone(), file.rule.clone());
+        let shown = path.clone();
         let Ok(read) = spawn_blocking(move || Settings::load(&path, &rule)).await else {
             return;
         };
@@ -162,15 +153,12 @@ impl SettingsWatcher {
             ReloadCause::Period => self.without_opened_ports(settings),
             ReloadCause::Signal => Ok(settings),
         });
-        let Some(file) = &mut self.file else {
-            return;
-        };
-        if judged == file.judged && cause == ReloadCause::Period {
+        if judged == self.judged && cause == ReloadCause::Period {
             return;
         }
         match &judged {
             Ok(settings) => {
-                tracing::info!(?settings, path = ?file.path, "settings loaded");
+                tracing::info!(?settings, path = ?shown, "settings loaded");
                 if settings.is_admin_port_locked() {
                     tracing::warn!("no admin keys are left: the admin port admits no client");
                 }
@@ -178,11 +166,11 @@ impl SettingsWatcher {
                 self.metrics.reloaded(ReloadResult::Loaded);
             }
             Err(error) => {
-                tracing::error!(error, path = ?file.path, "settings not loaded, old ones kept");
+                tracing::error!(error, path = ?shown, "settings not loaded, old ones kept");
                 self.metrics.reloaded(ReloadResult::Refused);
             }
         }
-        file.judged = judged;
+        self.judged = judged;
     }
 
     /// A file may be half written, so a change of it opens no port. The removal of the last admin

@@ -98,7 +98,7 @@ pub fn cut(fold: &Fold, source: &Source, now: Instant) -> Option<SourceCut> {
     })
 }
 
-/// A page of the fold's view. Version, readiness, clock and snapshot interval are filled in by the process.
+/// A page of the fold's view. The process fills in version, readiness, clock and snapshot interval.
 pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage {
     let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
     let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);

@@ -74,6 +74,9 @@ fn read(path: &Path) -> Result<Arc<[OperatorKey]>, KeyFileError> {
 
 #[cfg(test)]
 mod tests {
+    use tokio_util::task::TaskTracker;
+    use warmroute_process::followed_file::CHECK_PERIOD;
+
     use super::*;
 
     #[test]
@@ -101,6 +104,25 @@ mod tests {
         let made = std::process::Command::new("mkfifo").arg(&path).status();
         assert!(made.unwrap().success());
         assert!(matches!(read(&path), Err(KeyFileError::Unreadable { .. })));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_new_key_replaces_the_old_one_and_a_short_one_does_not() {
+        let path = std::env::temp_dir().join(format!("wr-key-{}", uuid::Uuid::new_v4()));
+        let (old, new) = ("0123456789abcdef", "fedcba9876543210");
+        std::fs::write(&path, old).unwrap();
+        let key = ApiKey::load(Some(path.clone())).unwrap();
+        let stop = CancellationToken::new();
+        let following = TaskTracker::new().spawn(key.clone().follow(stop.clone()));
+        for (text, expected) in [("", old), (new, new), ("short", new)] {
+            std::fs::write(&path, text).unwrap();
+            tokio::time::sleep(3 * CHECK_PERIOD).await;
+            let hash = key.keys().unwrap()[0].key.hash;
+            assert_eq!(Some(hash), KeyHash::of(expected.as_bytes()), "{text:?}");
+        }
+        stop.cancel();
+        following.await.unwrap();
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -1,8 +1,6 @@
 //! Probes every engine's `/health`, each at its own pace.
 
 use std::collections::BTreeSet;
-use std::error::Error;
-use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,10 +11,11 @@ use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_process::engine_answer::bounded_body;
-use warmroute_process::{open_files, tls};
+use warmroute_process::tls;
 
 use super::health::Observation;
 use super::{Fleet, ProbeTarget};
+use crate::engine_error::{is_refused, lacks_files};
 use crate::engine_keys::EngineKeys;
 use crate::ready::Ready;
 
@@ -96,7 +95,7 @@ pub(super) async fn probe(
     let get = async |path| get(&client, &keys, &target, path).await;
     let observation = match get("health").await {
         Ok(response) if response.status().is_success() => Observation::ProbePassed,
-        Err(error) if is_own(&error) => return (target, ProbeResult::Void),
+        Err(error) if lacks_files(&error) => return (target, ProbeResult::Void),
         Err(error) if is_refused(&error) => Observation::ConnectRefused,
         Err(error) if error.is_connect() => match tls::failure_of(&error) {
             Some(why) => return (target, ProbeResult::TlsRefused(why)),
@@ -113,27 +112,6 @@ pub(super) async fn probe(
         }
     }
     (target, ProbeResult::Seen(observation))
-}
-
-/// This machine could not try: it has no free file or port.
-pub(crate) fn is_own(error: &reqwest::Error) -> bool {
-    let own =
-        |cause: &(dyn Error + 'static)| cause.downcast_ref().is_some_and(open_files::is_exhausted);
-    error.is_connect() && causes(error).any(own)
-}
-
-/// No process listens there. One such failure is proof; other failures to connect are not.
-pub(crate) fn is_refused(error: &reqwest::Error) -> bool {
-    error.is_connect()
-        && causes(error).any(|cause| io_kind(cause) == Some(ErrorKind::ConnectionRefused))
-}
-
-pub(crate) fn io_kind(cause: &(dyn Error + 'static)) -> Option<ErrorKind> {
-    cause.downcast_ref::<io::Error>().map(io::Error::kind)
-}
-
-pub(crate) fn causes(error: &reqwest::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
-    std::iter::successors(error.source(), |&cause| cause.source())
 }
 
 async fn get(

@@ -8,7 +8,6 @@
 //! of the first.
 
 use std::cell::Cell;
-use std::error::Error;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,8 +20,8 @@ use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
+use crate::engine_error::is_closed;
 use crate::engine_keys::EngineKeys;
-use crate::fleet::{causes, io_kind};
 use crate::metrics::{Metrics, RetryReason};
 use crate::settings::LiveSettings;
 
@@ -141,19 +140,6 @@ impl EngineClient {
             (response, _) => response,
         }
     }
-}
-
-/// The connection closed before the answer's head was complete.
-fn is_closed(error: &reqwest::Error) -> bool {
-    let is_close = |cause: &(dyn Error + 'static)| {
-        let hyper = cause.downcast_ref::<hyper::Error>();
-        hyper.is_some_and(hyper::Error::is_incomplete_message)
-            || matches!(
-                io_kind(cause),
-                Some(io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
-            )
-    };
-    !error.is_connect() && causes(error).any(is_close)
 }
 
 /// Bounds the time of connecting by the settings in force, and notes each new connection.

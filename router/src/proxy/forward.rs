@@ -20,9 +20,10 @@ use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
 use crate::admission::ShedReason;
+use crate::engine_error::{is_refused, lacks_files};
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
-use crate::fleet::{Fleet, RequestResult, is_own, is_refused};
+use crate::fleet::{Fleet, RequestResult};
 use crate::metrics::{CancelPhase, RetryReason};
 use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
@@ -256,7 +257,7 @@ impl App {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);
                 return RetryReason::Connect;
             }
-            AttemptError::Http(error) if is_own(error) => return RetryReason::Connect,
+            AttemptError::Http(error) if lacks_files(error) => return RetryReason::Connect,
             AttemptError::Http(error) if error.is_connect() => RetryReason::Connect,
             AttemptError::Http(_) => RetryReason::Broken,
             AttemptError::Silent(_) => RetryReason::Silent,

@@ -399,7 +399,7 @@ impl World {
             self.check_reasons(at);
         }
         for host in 0..self.hosts.len() {
-            self.check_hearing(host);
+            self.check_subscriptions(host);
         }
         if self.rates.is_calm && self.is_dark() {
             self.checks.dark_until = self.now;
@@ -425,7 +425,7 @@ impl World {
         let undisturbed = host.disturbed_at.max(host.stalled_until);
         // An indexer follows the registry from when it follows the log.
         let undisturbed = undisturbed.max(self.plane.log_led_from());
-        let is_cut = host.is_cut || host.hearing.lacks_inbox();
+        let is_cut = host.is_cut || host.subscriptions.lacks_inbox();
         if is_cut || is_lossy || undisturbed + SEEN_WITHIN > self.now {
             return;
         }
@@ -463,7 +463,7 @@ impl World {
         };
         let node = &self.hosts[host];
         let runs = node.is_up && node.life == life;
-        let is_settled = is_settled && node.hearing.has_answers_for(LEASES_SETTLE, self.now);
+        let is_settled = is_settled && node.subscriptions.has_answers_for(LEASES_SETTLE, self.now);
         if is_settled && runs && key != self.subjects.snapshot_lease_key() {
             self.fail(format!("host {host} let its lease of {key} run out"));
         }

@@ -1,6 +1,6 @@
 //! Subscriptions that the server removes while it keeps the connection, as after a change of
-//! permissions. Only a new connection or a new subscription brings them back, once the permission is
-//! back: the process's client must find out by the product's supervision.
+//! permissions. Only a new connection or a new subscription brings them back, once the permission
+//! is back: the process's client must find out by the product's supervision.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use super::plane::{At, Reply};
 use super::{Breakage, World};
 
 /// A refusal whose error text arrives shows within this time: the text may be 2 s on its way.
-const TOLD_WITHIN: Duration = Duration::from_secs(4);
+const NOTICED_WITH_TEXT: Duration = Duration::from_secs(4);
 /// Without the text, a silence of 15 s or two probes without an answer show it.
-const SILENT_WITHIN: Duration = Duration::from_secs(20);
+const NOTICED_WITHOUT_TEXT: Duration = Duration::from_secs(20);
 /// A process makes its subscriptions again within this time once they are permitted.
-const HEARS_WITHIN: Duration = Duration::from_secs(35);
+const RESTORED_WITHIN: Duration = Duration::from_secs(35);
 /// A call whose answer cannot come fails after this time.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -36,17 +36,17 @@ impl Subscriptions {
 
 /// What a host's user may not subscribe to, and what its connection lacks.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Hearing {
+pub(super) struct SubscriptionState {
     refused: Subscriptions,
     refused_until: At,
     missing: Subscriptions,
     /// The subscriptions are missing since then, or complete again.
     changed_at: At,
     /// The error text of the refusal was lost.
-    is_untold: bool,
+    is_text_lost: bool,
 }
 
-impl Hearing {
+impl SubscriptionState {
     pub(super) const fn lacks_broadcasts(&self) -> bool {
         self.missing.broadcasts
     }
@@ -90,10 +90,10 @@ impl World {
         };
         let until = self.now + after;
         let node = &mut self.hosts[host];
-        node.hearing.refused = refused;
-        node.hearing.refused_until = until;
-        node.hearing.missing.broadcasts |= refused.broadcasts;
-        node.hearing.missing.inbox |= refused.inbox;
+        node.subscriptions.refused = refused;
+        node.subscriptions.refused_until = until;
+        node.subscriptions.missing.broadcasts |= refused.broadcasts;
+        node.subscriptions.missing.inbox |= refused.inbox;
         let is_up = node.is_up;
         self.refuse(host, refused);
         is_up
@@ -104,11 +104,11 @@ impl World {
         if refused == Subscriptions::NONE {
             return;
         }
-        let is_untold = self.dice.u8(0..3) == 0;
-        let hearing = &mut self.hosts[host].hearing;
-        hearing.is_untold = is_untold;
-        hearing.changed_at = self.now;
-        if !is_untold {
+        let is_text_lost = self.dice.u8(0..3) == 0;
+        let subscriptions = &mut self.hosts[host].subscriptions;
+        subscriptions.is_text_lost = is_text_lost;
+        subscriptions.changed_at = self.now;
+        if !is_text_lost {
             self.send_refusals(host, refused);
         }
     }
@@ -123,14 +123,14 @@ impl World {
     }
 
     /// A new connection makes all subscriptions that are permitted.
-    pub(super) fn is_connected_anew(&mut self, host: usize) {
+    pub(super) fn on_new_connection(&mut self, host: usize) {
         let now = self.now;
         let node = &mut self.hosts[host];
-        let was_missing = node.hearing.is_missing();
-        let refused = node.hearing.refused(now);
-        node.hearing.missing = refused;
+        let was_missing = node.subscriptions.is_missing();
+        let refused = node.subscriptions.refused(now);
+        node.subscriptions.missing = refused;
         if was_missing {
-            node.hearing.changed_at = now;
+            node.subscriptions.changed_at = now;
         }
         if let Some(running) = &node.running {
             running.connection.count_connection();
@@ -139,18 +139,18 @@ impl World {
     }
 
     /// The process's client makes a subscription, perhaps again.
-    pub(super) fn is_subscribed(&mut self, host: usize) {
+    pub(super) fn on_subscription(&mut self, host: usize) {
         let now = self.now;
-        let hearing = &mut self.hosts[host].hearing;
-        if hearing.refused(now).broadcasts {
+        let subscriptions = &mut self.hosts[host].subscriptions;
+        if subscriptions.refused(now).broadcasts {
             let refused = Subscriptions {
                 inbox: false,
-                ..hearing.refused
+                ..subscriptions.refused
             };
             self.send_refusals(host, refused);
-        } else if self.broken != Some(Breakage::DeafForGood) && hearing.missing.broadcasts {
-            hearing.missing.broadcasts = false;
-            hearing.changed_at = now;
+        } else if self.broken != Some(Breakage::DeafForGood) && subscriptions.missing.broadcasts {
+            subscriptions.missing.broadcasts = false;
+            subscriptions.changed_at = now;
         }
     }
 
@@ -176,13 +176,13 @@ impl World {
         node.seems_up = true;
         self.disturb(host);
         self.send_host(host, Duration::ZERO, Input::Connection(true));
-        self.is_connected_anew(host);
+        self.on_new_connection(host);
         self.reconnect_streams(host);
     }
 
     /// What comes through an inbox that the server removed; `None`: it does not come.
     pub(super) fn through_inbox(&mut self, host: usize, input: Input) -> Option<Input> {
-        if !self.hosts[host].hearing.lacks_inbox() {
+        if !self.hosts[host].subscriptions.lacks_inbox() {
             return Some(input);
         }
         match input {
@@ -199,33 +199,33 @@ impl World {
     // --- what has to hold
 
     /// A process with a missing subscription is not ready, and makes it again.
-    pub(super) fn check_hearing(&mut self, host: usize) {
+    pub(super) fn check_subscriptions(&mut self, host: usize) {
         let node = &self.hosts[host];
-        let hearing = node.hearing;
+        let subscriptions = node.subscriptions;
         let runs = node
             .running
             .as_ref()
             .is_some_and(|it| it.ends_since.is_none());
-        if !hearing.is_missing() || !runs || node.is_paused || node.is_cut {
+        if !subscriptions.is_missing() || !runs || node.is_paused || node.is_cut {
             return;
         }
         let undisturbed = node.disturbed_at.max(node.stalled_until);
-        let noticed_within = if hearing.is_untold {
-            SILENT_WITHIN
+        let noticed_within = if subscriptions.is_text_lost {
+            NOTICED_WITHOUT_TEXT
         } else {
-            TOLD_WITHIN
+            NOTICED_WITH_TEXT
         };
-        let is_noticed = undisturbed.max(hearing.changed_at) + noticed_within < self.now;
+        let is_noticed = undisturbed.max(subscriptions.changed_at) + noticed_within < self.now;
         if is_noticed && self.is_ready(host) {
-            let missing = hearing.missing;
+            let missing = subscriptions.missing;
             self.fail(format!(
                 "host {host} is ready, its connection lacks {missing:?}"
             ));
         }
-        if undisturbed.max(hearing.refused_until) + HEARS_WITHIN < self.now {
-            let missing = hearing.missing;
+        if undisturbed.max(subscriptions.refused_until) + RESTORED_WITHIN < self.now {
+            let missing = subscriptions.missing;
             self.fail(format!(
-                "host {host} lacks {missing:?}, permitted for {HEARS_WITHIN:?}"
+                "host {host} lacks {missing:?}, permitted for {RESTORED_WITHIN:?}"
             ));
         }
     }

@@ -700,7 +700,7 @@ impl World {
         self.plane.repair();
         for host in 0..self.hosts.len() {
             self.hosts[host].stalled_until = self.now;
-            self.hosts[host].hearing.permit(self.now);
+            self.hosts[host].subscriptions.permit(self.now);
             self.plan(Duration::ZERO, Event::Resume(host));
             self.plan(Duration::ZERO, Event::Link(host, true));
             let is_second = matches!(self.hosts[host].kind, Kind::Shim(at) if at % 2 == 1);

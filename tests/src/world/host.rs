@@ -17,7 +17,7 @@ use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
 
 use super::World;
-use super::deaf::Hearing;
+use super::deaf::SubscriptionState;
 use super::faults::Fault;
 use super::lease::LeaseThen;
 use super::plane::{At, Op, Reply};
@@ -78,7 +78,7 @@ pub(super) struct Host {
     /// The log's clock when the machine was resumed, until the log answered later than that.
     pub(super) clock_unseen: Option<u64>,
     /// Its subscriptions, which the server may remove while the connection stays.
-    pub(super) hearing: Hearing,
+    pub(super) subscriptions: SubscriptionState,
     /// It started, was cut off, or stood still.
     pub(super) disturbed_at: At,
     /// A running shim or indexer.

@@ -46,7 +46,7 @@ pub struct Life {
     pub outcome: StepOutcome,
     pub prompts: Vec<(Vec<u32>, Seed)>,
     /// The engine did something that it publishes with its next batch.
-    pub is_untold: bool,
+    pub is_text_lost: bool,
     /// It published an event of an unknown type, and has not been emptied since.
     pub is_strange: bool,
 }
@@ -71,7 +71,7 @@ impl Life {
             running: Vec::new(),
             outcome: StepOutcome::default(),
             prompts: Vec::new(),
-            is_untold: false,
+            is_text_lost: false,
             is_strange: false,
         };
         life.begin();
@@ -85,7 +85,7 @@ impl Life {
         self.batches.clear();
         self.model = Model::new(Rules::TRUE);
         self.running.clear();
-        self.is_untold = false;
+        self.is_text_lost = false;
         self.is_strange = false;
         std::mem::take(&mut self.truth)
     }
@@ -126,7 +126,7 @@ impl Life {
         if events.is_empty() {
             return Ok(None);
         }
-        self.is_untold = false;
+        self.is_text_lost = false;
         self.publish(&events).map(Some)
     }
 
@@ -146,7 +146,7 @@ impl Life {
     /// Was it done?
     pub fn reset(&mut self) -> bool {
         let is_done = self.engine.reset_prefix_cache();
-        self.is_untold |= is_done;
+        self.is_text_lost |= is_done;
         self.is_strange &= !is_done;
         is_done
     }
@@ -156,7 +156,7 @@ impl Life {
         let held = self.engine.held();
         let victim = (!held.is_empty()).then(|| held[rng.usize(0..held.len())].prefix);
         let is_done = victim.is_some_and(|prefix| self.engine.evict(prefix));
-        self.is_untold |= is_done;
+        self.is_text_lost |= is_done;
         is_done
     }
 

@@ -58,7 +58,7 @@ use warmroute_shim::source::GenerationCounts;
 
 pub use check::Report;
 use check::{Checks, Vouched};
-use deaf::Hearing;
+use deaf::SubscriptionState;
 use engine::EngineNode;
 pub use faults::{Fault, Rates, Scripted, Setting};
 use host::{Clock, Event, Host, Kind, Planned};
@@ -336,7 +336,7 @@ impl World {
             suspended_since: None,
             clock_stood: Duration::ZERO,
             clock_unseen: None,
-            hearing: Hearing::default(),
+            subscriptions: SubscriptionState::default(),
             disturbed_at: Duration::ZERO,
             running: None,
             stood_until: Duration::ZERO,

@@ -70,7 +70,7 @@ impl World {
             stop,
             ends_since: None,
         }));
-        self.is_connected_anew(host);
+        self.on_new_connection(host);
         self.step(host);
     }
 
@@ -214,7 +214,7 @@ impl World {
             Kind::Shim(_) | Kind::Router(_) => message,
         };
         if let Some(running) = &self.hosts[host].running
-            && !self.hosts[host].hearing.lacks_broadcasts()
+            && !self.hosts[host].subscriptions.lacks_broadcasts()
         {
             for listener in running.streams.listeners(&message.subject) {
                 // A full queue loses it.
@@ -317,7 +317,7 @@ impl World {
                 if let Some(running) = &mut self.hosts[host].running {
                     running.streams.subscribe(subject, to);
                 }
-                self.is_subscribed(host);
+                self.on_subscription(host);
             }
             Sent::Reconnect => self.reconnect(host),
             Sent::Serve(subject, to) => {

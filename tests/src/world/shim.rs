@@ -24,8 +24,9 @@ const END_OF_REPLAY: u64 = u64::MAX;
 /// Most generations that a shim begins for a source within [`BEGUN_WITHIN`], whatever happens.
 const BEGUN_MAX: usize = 8;
 const BEGUN_WITHIN: Duration = Duration::from_secs(5);
-/// Most generations of one reason within [`REASON_WITHIN`]: a burst of three and the next one, which
-/// is counted when it is planned. One each 5 s follows; the rest of the 5 s is for clocks that drift.
+/// Most generations of one reason within [`REASON_WITHIN`]: a burst of three and the next one,
+/// which is counted when it is planned. One each 5 s follows; the rest of the 5 s is for clocks that
+/// drift.
 const REASON_MAX: usize = 4;
 const REASON_WITHIN: Duration = Duration::from_secs(4);
 

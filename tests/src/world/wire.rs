@@ -452,7 +452,7 @@ impl World {
             // A short interruption that was not reported is reported as up.
             self.send_host(host, Duration::ZERO, Input::Connection(true));
         }
-        self.is_connected_anew(host);
+        self.on_new_connection(host);
         self.reconnect_streams(host);
         if let Kind::Router(at) = self.hosts[host].kind {
             self.router_watches_again(at);

@@ -7,8 +7,8 @@
 //! go wrong. Without extra keys a salted or multimodal block looks like a plain one: `stale`.
 //! Without kinds for several groups a masked group may count: `stale`. Without the LoRA's name its
 //! blocks are opaque and only not found: `partial`, from the first such block on. A connector that is
-//! not known to publish removals may hold less than it stored: `unverified`, in CPU memory until the
-//! first removal that names a KV group.
+//! not known to publish removals may hold less than it stored: `unverified`, in CPU memory until
+//! the first removal that names a KV group.
 //! An operator who knows better can declare it ([`Assumptions`]).
 
 use warmroute_proto::{Tier, TierState, Tiers};
@@ -76,8 +76,8 @@ impl TierLimit {
                  attention, set --assume main-attention-only"
             }
             Self::NoRemovals => {
-                "its connector is not known to publish all removals: credit is unverified; if it does, \
-                 set --assume removals"
+                "its connector is not known to publish all removals: credit is unverified; if it \
+                 does, set --assume removals"
             }
             Self::Chunks => {
                 "its connector keeps chunks of several blocks: credit is unverified, as a hit needs \

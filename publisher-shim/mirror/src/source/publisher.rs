@@ -179,8 +179,8 @@ impl Publisher {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
 
-    /// The last record is as of this batch too if nothing waits behind it, and so are those before it
-    /// with the same content. Their states are then at most the present ones: a batch may lower a
+    /// The last record is as of this batch too if nothing waits behind it, and so are those before
+    /// it with the same content. Their states are then at most the present ones: a batch may lower a
     /// state without a change, with a block whose parent is unknown.
     pub(super) fn caught_up(&mut self, context: RecordContext) {
         if !self.is_open() || !self.pending.is_empty() {

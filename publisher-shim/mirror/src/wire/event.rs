@@ -221,8 +221,8 @@ impl<'a> Fields<'a> {
         has_field || self.cache_salt.is_some()
     }
 
-    /// The engine itself, and vLLM's own offloading connectors, which name their medium `CPU` and the
-    /// KV group. Mooncake's and LMCache's write `cpu`, LMCache's server `CPU` without a group;
+    /// The engine itself, and vLLM's own offloading connectors, which name their medium `CPU` and
+    /// the KV group. Mooncake's and LMCache's write `cpu`, LMCache's server `CPU` without a group;
     /// removals from storage are not assured.
     fn reports_removals(&self, group: BlockGroup) -> Result<bool, WireError> {
         Ok(match text(self.medium)? {

@@ -1,7 +1,13 @@
+use std::io;
+
 use axum::Router;
 use axum::http::{HeaderMap, StatusCode};
 use axum::routing::get;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use tokio_util::task::TaskTracker;
+use tower::util::MapFutureLayer;
+use warmroute_process::tls::EngineTls;
 
 use super::super::probe::{ProbeResult, probe};
 use super::*;
@@ -42,4 +48,39 @@ async fn an_unregistered_worker_must_list_its_models() {
         assert_eq!(result, ProbeResult::Seen(expected), "{engine}");
     }
     server.abort();
+}
+
+/// Connections fail by this error of the system.
+fn fails<F, C, E>(
+    errno: i32,
+) -> MapFutureLayer<impl Fn(F) -> BoxFuture<'static, Result<C, E>> + Clone + use<F, C, E>>
+where
+    F: Future<Output = Result<C, E>> + Send + 'static,
+    C: Send + 'static,
+    E: From<io::Error> + Send + 'static,
+{
+    MapFutureLayer::new(move |_| {
+        std::future::ready(Err(io::Error::from_raw_os_error(errno).into())).boxed()
+    })
+}
+
+#[tokio::test]
+async fn a_probe_without_a_file_for_it_says_nothing_of_the_worker() {
+    // As Linux numbers them.
+    let [files, refused, unreachable] = [24, 111, 113];
+    for (errno, expected) in [
+        (files, ProbeResult::Void),
+        (refused, ProbeResult::Seen(Observation::ConnectRefused)),
+        (unreachable, ProbeResult::Seen(Observation::ProbeFailed)),
+    ] {
+        let client = EngineTls::system().unwrap().client();
+        let client = client.connector_layer(fails(errno));
+        let target = ProbeTarget {
+            worker: "w".into(),
+            url: "http://127.0.0.1:1".to_owned(),
+            must_list: [].into(),
+        };
+        let (_, result) = probe(client.build().unwrap(), HeaderMap::new(), target).await;
+        assert_eq!(result, expected, "{errno}");
+    }
 }

@@ -76,4 +76,15 @@ async fn a_shim_with_the_engines_authority_registers_it_over_nats() {
         let is_authorized = |head: &String| head.to_lowercase().contains(&key);
         assert!(heads.any(is_authorized), "{path}");
     }
+
+    // The shim alone reads the metrics.
+    fs::write(dir.join("key"), "another-key").unwrap();
+    let follows = async |_: &Fleet| {
+        let is_new = |head: &String| {
+            let head = head.to_lowercase();
+            head.starts_with("get /metrics") && head.contains("authorization: bearer another-key")
+        };
+        gate.requests().iter().any(is_new)
+    };
+    fleet.until("the shim sends the new key", follows).await;
 }

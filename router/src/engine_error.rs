@@ -1,0 +1,42 @@
+//! Why a request to an engine failed, by the causes in its error.
+
+use std::error::Error;
+use std::io::{self, ErrorKind};
+
+use warmroute_process::open_files;
+
+/// No process listens there. One such failure is proof; other failures to connect are not.
+pub(crate) fn is_refused(error: &reqwest::Error) -> bool {
+    let is_refused = |cause| io_kind(cause) == Some(ErrorKind::ConnectionRefused);
+    error.is_connect() && causes(error).any(is_refused)
+}
+
+/// No connection was tried: no further file may be open here.
+pub(crate) fn lacks_files(error: &reqwest::Error) -> bool {
+    let is_lack = |cause: &(dyn Error + 'static)| {
+        let cause = cause.downcast_ref();
+        cause.is_some_and(open_files::are_exhausted)
+    };
+    error.is_connect() && causes(error).any(is_lack)
+}
+
+/// The connection closed before the answer's head was complete.
+pub(crate) fn is_closed(error: &reqwest::Error) -> bool {
+    let is_close = |cause: &(dyn Error + 'static)| {
+        let hyper = cause.downcast_ref::<hyper::Error>();
+        hyper.is_some_and(hyper::Error::is_incomplete_message)
+            || matches!(
+                io_kind(cause),
+                Some(ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
+            )
+    };
+    !error.is_connect() && causes(error).any(is_close)
+}
+
+fn io_kind(cause: &(dyn Error + 'static)) -> Option<ErrorKind> {
+    cause.downcast_ref::<io::Error>().map(io::Error::kind)
+}
+
+fn causes(error: &reqwest::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
+    std::iter::successors(error.source(), |&cause| cause.source())
+}
