@@ -1,11 +1,13 @@
 //! `warmroute-router`: flags in, exit code out.
 
+use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser as _};
+use tokio::runtime::Runtime;
 use warmroute_process::{announce, env, logs};
 use warmroute_router::config::{Config, KeyCommand, RouterArgs, RouterCommand, TraceCommand};
 use warmroute_router::fit::fit;
@@ -29,14 +31,22 @@ fn start() -> anyhow::Result<()> {
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
     tracing::info!(?config, "effective configuration");
-    let runtime = tokio::runtime::Builder::new_multi_thread()
+    let requests = runtime("requests", config.threads.requests)?;
+    let background = runtime("background", config.threads.background)?;
+    let result = requests.block_on(run(config, background.handle(), announce_addresses));
+    // A write into a full pipe never ends.
+    background.shutdown_timeout(BLOCKING_END);
+    requests.shutdown_timeout(BLOCKING_END);
+    result
+}
+
+fn runtime(name: &str, threads: NonZeroUsize) -> anyhow::Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .thread_name(name)
+        .worker_threads(threads.get())
         .enable_all()
         .build()
-        .context("starting the runtime")?;
-    let result = runtime.block_on(run(config, announce_addresses));
-    // A write into a full pipe never ends.
-    runtime.shutdown_timeout(BLOCKING_END);
-    result
+        .with_context(|| format!("starting the runtime {name}"))
 }
 
 /// Adds the setting that replaces a removed flag.

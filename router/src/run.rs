@@ -11,8 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use anyhow::Context as _;
-use axum::Router;
-use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -108,10 +107,15 @@ enum Leave {
     Immediate,
 }
 
-/// Runs until a signal or until a task fails. A second signal closes open connections.
-pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
+/// Runs until a signal or until a task fails. A second signal closes open connections. Requests
+/// run on the current runtime; the tasks that no request waits for run on `background`.
+pub async fn run(
+    config: Config,
+    background: &Handle,
+    announce: impl FnOnce(Addresses),
+) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("listening for signals")?;
-    let running = Running::start(config).await?;
+    let running = Running::start(config, background).await?;
     announce(running.addresses);
     let leave = tokio::select! {
         signal = signals.received() => {
@@ -129,9 +133,10 @@ pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Re
 
 impl Running {
     /// Binds, loads and spawns. A failure before the tasks start leaves nothing behind.
-    pub async fn start(config: Config) -> anyhow::Result<Self> {
+    pub async fn start(config: Config, background: &Handle) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
         let tasks = Tasks::new(metrics.tasks_failed().clone());
+        let background = tasks.on(background);
         let (settings, watcher) = live_settings(&config, &metrics)?;
         let public = bind(config.public).await?;
         let admin = bind(config.admin).await?;
@@ -146,7 +151,7 @@ impl Running {
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
-        tasks.spawn("settings", watcher.run(tasks.stop.clone()));
+        background.spawn("settings", watcher.run(tasks.stop.clone()));
         let clients = Port::default();
         let services = Services {
             metrics,
@@ -156,72 +161,39 @@ impl Running {
             prompts,
             engines,
             deployment,
+            background: background.clone(),
         };
         let (app, admin_state) = services.spawn(&config, &clients, &tasks).await?;
         let admin_state = Arc::new(admin_state);
         let (sampler, feed) = LiveSampler::new(Arc::clone(&admin_state));
-        tasks.spawn("live page", sampler.run(tasks.stop.clone()));
+        background.spawn("live page", sampler.run(tasks.stop.clone()));
         let admin_routes = admin::routes(&admin_state).merge(live_page::routes(&feed));
         let running = Self {
             addresses,
             admin_routes: admin_routes.entries().collect(),
-            tasks,
+            tasks: tasks.clone(),
             app: Arc::clone(&app),
             clients,
             operators: Port::default(),
         };
-        let connections_max = fitting.min(config.limits.connections);
-        let public_rules = public_rules(&app.settings);
-        let public_router = proxy::router(app);
-        let port = &running.clients;
-        running.serve(
-            "public",
-            port,
-            public,
-            public_router,
-            connections_max,
-            public_rules,
-        );
-        let access = admin_access(&running.app.settings, addresses.admin);
-        let admin_router = admin_routes.guarded(&access);
-        let port = &running.operators;
-        running.serve(
-            "admin",
-            port,
-            admin,
-            admin_router,
-            ADMIN_CONNECTIONS_MAX,
-            admin_rules(&running.app.settings),
-        );
-        Ok(running)
-    }
-
-    /// Serves one port until its shutdown begins, then waits for the stop as every task does.
-    fn serve(
-        &self,
-        name: &'static str,
-        port: &Port,
-        listener: TcpListener,
-        router: Router,
-        connections_max: usize,
-        clients: ClientRules,
-    ) {
-        let port = port.clone();
-        let server = Server {
+        let server = |listener, router, connections_max, clients| Server {
             listener,
             router,
             connections_max,
-            connections: self.app.metrics.connections().clone(),
+            connections: running.app.metrics.connections().clone(),
             clients,
         };
-        let stop = self.tasks.stop.clone();
-        self.tasks.spawn(name, async move {
-            let stopped = port.shutdown.stop.clone();
-            server.run(port.shutdown, port.connections).await;
-            if stopped.is_cancelled() {
-                stop.cancelled().await;
-            }
-        });
+        let settings = &running.app.settings;
+        let connections_max = fitting.min(config.limits.connections);
+        let rules = public_rules(settings);
+        let public = server(public, proxy::router(app), connections_max, rules);
+        running.clients.serve(&tasks, "public", public);
+        let access = admin_access(settings, addresses.admin);
+        let router = admin_routes.guarded(&access);
+        let rules = admin_rules(settings);
+        let admin = server(admin, router, ADMIN_CONNECTIONS_MAX, rules);
+        running.operators.serve(&background, "admin", admin);
+        Ok(running)
     }
 
     /// A task ended early.
@@ -268,6 +240,19 @@ impl Running {
 }
 
 impl Port {
+    /// Serves until the shutdown begins, then waits for the stop as every task does.
+    fn serve(&self, tasks: &Tasks, name: &'static str, server: Server) {
+        let port = self.clone();
+        let stop = tasks.stop.clone();
+        tasks.spawn(name, async move {
+            let stopped = port.shutdown.stop.clone();
+            server.run(port.shutdown, port.connections).await;
+            if stopped.is_cancelled() {
+                stop.cancelled().await;
+            }
+        });
+    }
+
     /// Closes all connections.
     async fn close(&self) {
         self.shutdown.stop.cancel();
@@ -290,10 +275,12 @@ struct Services {
     prompts: PromptPool,
     engines: EngineClient,
     deployment: Arc<Deployment>,
+    /// For tasks that no request waits for.
+    background: Tasks,
 }
 
 impl Services {
-    /// Starts the background tasks. Returns the state of the two ports.
+    /// Starts the tasks behind the ports. Returns the state of the two ports.
     async fn spawn(
         mut self,
         config: &Config,
@@ -324,7 +311,7 @@ impl Services {
         tasks.spawn("rosters", index.clone().follow_rosters(stop.clone()));
 
         let auditor = self.audit(&core, &journal, &index, tasks);
-        self.write_demotions(router, &core, &subjects, tasks);
+        self.write_demotions(router, &core, &subjects);
         tasks.spawn("clock", tick(Arc::clone(&core), stop.clone()));
 
         let fleet = Fleet::new(Arc::clone(&core), config.block_size);
@@ -338,15 +325,15 @@ impl Services {
         });
         let followed = Arc::clone(&registry);
         tasks.spawn("registry", followed.follow(stop.clone()));
-        self.load_tokenizers(&fleet, tasks);
-        self.watch_engines(&fleet, &ready, config, tasks);
-        let workers = self.supervise(&fleet, &core, config, tasks).await?;
-        self.show_facts(router, &fleet, config, tasks);
+        self.load_tokenizers(&fleet);
+        self.watch_engines(&fleet, &ready, config);
+        let workers = self.supervise(&fleet, &core, config).await?;
+        self.show_facts(router, &fleet, config);
 
         let app = Arc::new(App {
             admission: self.admission(&core, &fleet, config, tasks),
             tenants: self.share_limits(router, config, tasks),
-            sinks: self.call_sinks(tasks),
+            sinks: self.call_sinks(),
             core,
             fleet,
             index,
@@ -406,7 +393,7 @@ impl Services {
     }
 
     /// Starts the writing of what tools compare between routers.
-    fn show_facts(&self, router: RouterId, fleet: &Arc<Fleet>, config: &Config, tasks: &Tasks) {
+    fn show_facts(&self, router: RouterId, fleet: &Arc<Fleet>, config: &Config) {
         let (settings, plane) = (&self.settings, self.deployment.plane());
         let facts = FactsWriter::new(
             config,
@@ -416,7 +403,8 @@ impl Services {
             &self.tokenizers,
             plane,
         );
-        tasks.spawn("facts", facts.run(tasks.stop.clone()));
+        self.background
+            .spawn("facts", facts.run(self.background.stop.clone()));
     }
 
     /// Starts the workers' shims, if this router is embedded.
@@ -425,7 +413,6 @@ impl Services {
         fleet: &Arc<Fleet>,
         core: &Arc<SharedCore>,
         config: &Config,
-        tasks: &Tasks,
     ) -> anyhow::Result<Option<EmbeddedWorkers>> {
         if self.deployment.nats().is_some() {
             return Ok(None);
@@ -436,43 +423,42 @@ impl Services {
             core: Arc::clone(core),
             settings: Arc::clone(&self.settings),
             engines: self.engines.clone(),
+            runtime: self.background.runtime().clone(),
         };
-        let stop = tasks.stop.clone();
+        let stop = self.background.stop.clone();
         let (workers, supervisor) = WorkerSupervisor::start(parts, config, stop).await?;
-        tasks.spawn("workers", supervisor.run());
+        self.background.spawn("workers", supervisor.run());
         Ok(Some(workers))
     }
 
     /// Starts the writing of this router's demotions.
-    fn write_demotions(
-        &self,
-        router: RouterId,
-        core: &Arc<SharedCore>,
-        subjects: &Subjects,
-        tasks: &Tasks,
-    ) {
+    fn write_demotions(&self, router: RouterId, core: &Arc<SharedCore>, subjects: &Subjects) {
         let demotions = DemotionWriter {
             router,
             key: subjects.demotion_key(router),
             core: Arc::clone(core),
             plane: self.deployment.plane(),
         };
-        tasks.spawn("demotions", demotions.run(tasks.stop.clone()));
+        self.background
+            .spawn("demotions", demotions.run(self.background.stop.clone()));
     }
 
     /// Starts what takes the reports of ended requests.
-    fn call_sinks(&self, tasks: &Tasks) -> Arc<CallSinks> {
+    fn call_sinks(&self) -> Arc<CallSinks> {
         let shared = || (Arc::clone(&self.settings), Arc::clone(&self.metrics));
         let (settings, metrics) = shared();
         let (recorder, records) = Recorder::new(settings, metrics);
-        tasks.spawn("recorder", records.run(tasks.stop.clone()));
+        self.background
+            .spawn("recorder", records.run(self.background.stop.clone()));
         let (settings, metrics) = shared();
         let (access_log, lines) = AccessLog::new(settings, Arc::clone(&metrics));
-        tasks.spawn("access log", lines.run(tasks.stop.clone()));
-        let client = self.engines.plain().clone();
+        self.background
+            .spawn("access log", lines.run(self.background.stop.clone()));
+        let client = self.engines.background().clone();
         let (settings, counted) = shared();
         let (tracer, spans) = Tracer::new(settings, counted, client);
-        tasks.spawn("span export", spans.run(tasks.stop.clone()));
+        self.background
+            .spawn("span export", spans.run(self.background.stop.clone()));
         Arc::new(CallSinks {
             metrics,
             recorder,
@@ -497,7 +483,7 @@ impl Services {
     }
 
     /// Starts the loading of tokenizers.
-    fn load_tokenizers(&mut self, fleet: &Arc<Fleet>, tasks: &Tasks) {
+    fn load_tokenizers(&mut self, fleet: &Arc<Fleet>) {
         let loader = TokenizerLoader::new(
             Arc::clone(&self.tokenizers),
             Arc::clone(fleet),
@@ -505,42 +491,40 @@ impl Services {
             Arc::clone(&self.metrics),
             self.tokenizer.take(),
         );
-        tasks.spawn("tokenizers", loader.run(tasks.stop.clone()));
+        self.background
+            .spawn("tokenizers", loader.run(self.background.stop.clone()));
     }
 
     /// Starts the probes and the checks of the fleet's engines, and the reading of their load.
-    fn watch_engines(
-        &self,
-        fleet: &Arc<Fleet>,
-        ready: &Arc<Ready>,
-        config: &Config,
-        tasks: &Tasks,
-    ) {
+    fn watch_engines(&self, fleet: &Arc<Fleet>, ready: &Arc<Ready>, config: &Config) {
         let prober = HealthProber {
             fleet: Arc::clone(fleet),
-            client: self.engines.plain().clone(),
+            client: self.engines.background().clone(),
             keys: self.engines.keys().clone(),
             period: config.health_interval,
             ready: Arc::clone(ready),
         };
-        tasks.spawn("health", prober.run(tasks.stop.clone()));
+        self.background
+            .spawn("health", prober.run(self.background.stop.clone()));
         let checker = RegistrationChecker {
             fleet: Arc::clone(fleet),
-            client: self.engines.plain().clone(),
+            client: self.engines.background().clone(),
             keys: self.engines.keys().clone(),
             tokenizers: Arc::clone(&self.tokenizers),
             settings: Arc::clone(&self.settings),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(ready),
         };
-        tasks.spawn("checks", checker.run(tasks.stop.clone()));
+        self.background
+            .spawn("checks", checker.run(self.background.stop.clone()));
         let reader = EngineLoadReader {
             fleet: Arc::clone(fleet),
-            client: self.engines.plain().clone(),
+            client: self.engines.background().clone(),
             keys: self.engines.keys().clone(),
             settings: Arc::clone(&self.settings),
         };
-        tasks.spawn("engine load", reader.run(tasks.stop.clone()));
+        self.background
+            .spawn("engine load", reader.run(self.background.stop.clone()));
     }
 }
 

@@ -4,6 +4,7 @@
 use std::future::Future;
 
 use prometheus::IntCounter;
+use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -11,6 +12,7 @@ use tokio_util::task::TaskTracker;
 #[derive(Clone)]
 pub struct Tasks {
     tracker: TaskTracker,
+    runtime: Handle,
     failures: IntCounter,
     /// Cancelled to stop the tasks.
     pub stop: CancellationToken,
@@ -19,13 +21,29 @@ pub struct Tasks {
 }
 
 impl Tasks {
+    /// Tasks on the current runtime.
     pub fn new(failures: IntCounter) -> Self {
         Self {
             tracker: TaskTracker::new(),
+            runtime: Handle::current(),
             failures,
             stop: CancellationToken::new(),
             down: CancellationToken::new(),
         }
+    }
+
+    /// Tasks of the same process on another runtime.
+    #[must_use]
+    pub fn on(&self, runtime: &Handle) -> Self {
+        Self {
+            runtime: runtime.clone(),
+            ..self.clone()
+        }
+    }
+
+    #[must_use]
+    pub const fn runtime(&self) -> &Handle {
+        &self.runtime
     }
 
     pub fn spawn(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
@@ -33,11 +51,12 @@ impl Tasks {
             name,
             tasks: self.clone(),
         };
-        self.tracker.spawn(async move {
+        let guarded = async move {
             // Dropped at the task's end, by return and by panic.
             let _guard = guard;
             task.await;
-        });
+        };
+        self.tracker.spawn_on(guarded, &self.runtime);
     }
 
     /// Stops all tasks and waits for their end.

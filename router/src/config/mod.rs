@@ -4,6 +4,7 @@
 //! refuses to start with an error that names the flag.
 
 mod args;
+mod threads;
 mod worker;
 mod worker_set;
 
@@ -12,6 +13,7 @@ mod tests;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use warmroute_process::args::{LogFilterError, NatsArgs};
@@ -26,6 +28,7 @@ use crate::settings::{SettingsError, SettingsFile, WorkerRule};
 use crate::tokenizers::{HubCache, LocateError};
 
 pub use args::{ConvertArgs, KeyCommand, NewKeyArgs, RouterArgs, RouterCommand, TraceCommand};
+pub use threads::ThreadCounts;
 pub use worker::{WorkerKeyError, WorkerSpec, WorkerSpecError};
 pub use worker_set::WorkerSetError;
 pub(crate) use worker_set::check as check_workers;
@@ -48,6 +51,7 @@ pub struct Config {
     pub knobs: Knobs,
     pub limits: Limits,
     pub health_interval: Duration,
+    pub threads: ThreadCounts,
     /// `--config`.
     pub settings: Option<SettingsFile>,
     pub logs: Logs,
@@ -167,6 +171,7 @@ impl TryFrom<RouterArgs> for Config {
             knobs,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
+            threads: thread_counts(settings.as_ref()),
             settings,
             logs: Logs::try_from(logs)?,
         })
@@ -196,6 +201,12 @@ fn clash(one: SocketAddr, other: SocketAddr) -> bool {
     let any = one.ip().is_unspecified() || other.ip().is_unspecified();
     let same_host = one.ip() == other.ip() || any;
     one.port() != 0 && one.port() == other.port() && same_host
+}
+
+fn thread_counts(settings: Option<&SettingsFile>) -> ThreadCounts {
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let request_threads = settings.and_then(|file| file.settings.request_threads());
+    ThreadCounts::new(processors, request_threads)
 }
 
 fn settings(path: PathBuf, rule: &WorkerRule) -> Result<SettingsFile, RouterConfigError> {

@@ -63,6 +63,7 @@ fn each_flag_sets_its_field() {
         knobs,
         limits: _,
         health_interval,
+        threads: _,
         settings,
         logs,
     } = config.unwrap();
@@ -258,10 +259,11 @@ fn port_0_twice_is_no_clash() {
 }
 
 #[test]
-fn the_bound_of_prefix_hash_is_that_of_the_settings() {
+fn what_is_applied_at_the_start_only_comes_from_the_settings() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("router.toml");
-    std::fs::write(&path, "prefix_hash_load_percent = 150").unwrap();
+    std::fs::write(&path, "prefix_hash_load_percent = 150\nrequest_threads = 7").unwrap();
     let config = config(&["--config", path.to_str().unwrap()]).unwrap();
     assert_eq!(config.knobs.prefix_load_percent, 150);
+    assert_eq!(config.threads.requests.get(), 7);
 }

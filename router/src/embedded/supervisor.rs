@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -43,6 +44,8 @@ pub(crate) struct SupervisorParts {
     pub core: Arc<SharedCore>,
     pub settings: Arc<LiveSettings>,
     pub engines: EngineClient,
+    /// Runs the shims.
+    pub runtime: Handle,
 }
 
 /// The way to the supervisor, and its shims. Clones share them.
@@ -347,7 +350,7 @@ impl WorkerSupervisor {
             leave: leave.clone(),
             stop: self.stop.clone(),
         };
-        self.tasks.spawn(task.run(service));
+        self.tasks.spawn_on(task.run(service), &self.parts.runtime);
         let life = WorkerLife {
             spec,
             leave,

@@ -56,6 +56,8 @@ pub(crate) struct EngineClient {
     pooled: Client,
     /// Opens a connection for each request.
     unpooled: Client,
+    /// With connections of its own: a connection belongs to the runtime that opened it.
+    background: Client,
     tls: EngineTls,
     keys: EngineKeys,
     metrics: Arc<Metrics>,
@@ -84,6 +86,7 @@ impl EngineClient {
         Ok(Self {
             pooled: client(usize::MAX)?,
             unpooled: client(0)?,
+            background: client(usize::MAX)?,
             tls,
             keys: EngineKeys::default(),
             metrics,
@@ -96,8 +99,13 @@ impl EngineClient {
         Arc::clone(&self.files).try_acquire_owned().ok()
     }
 
-    /// For requests whose failures are handled elsewhere.
-    pub(crate) const fn plain(&self) -> &Client {
+    /// For probes and other requests of the background runtime, which handle failures themselves.
+    pub(crate) const fn background(&self) -> &Client {
+        &self.background
+    }
+
+    /// Builds the requests of [`Self::send`].
+    pub(super) const fn pooled(&self) -> &Client {
         &self.pooled
     }
 
@@ -198,7 +206,7 @@ mod tests {
             let text = format!("connect_timeout_ms = {millis}");
             settings.replace(Settings::parse(&text).unwrap());
             let since = Instant::now();
-            let sent = client.plain().get(format!("http://{address}/")).send();
+            let sent = client.background().get(format!("http://{address}/")).send();
             let error = sent.await.unwrap_err();
             assert!(error.is_connect() && error.is_timeout(), "{error:?}");
             let waited = since.elapsed().as_millis();

@@ -235,7 +235,7 @@ impl App {
     ) -> reqwest::Result<reqwest::Request> {
         let url = format!("{}{}", decision.url, request.path);
         let method = request.method.clone();
-        let mut built = self.engines.plain().request(method, url).build()?;
+        let mut built = self.engines.pooled().request(method, url).build()?;
         let rank = HeaderValue::from(decision.source.dp_rank.0);
         *built.headers_mut() = request.headers.clone();
         built.headers_mut().insert(headers::ENGINE_RANK, rank);

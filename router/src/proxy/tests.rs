@@ -362,7 +362,7 @@ async fn a_request_that_crashes_engines_on_pooled_connections_reaches_two() {
     ];
     let world = World::with(&[&engines[0], &engines[1], &engines[2]]).await;
     for engine in &engines {
-        engine.connect(world.app.engines.plain()).await;
+        engine.connect(world.app.engines.pooled()).await;
     }
     let response = world.send("/v1/completions", &body(4)).await;
     assert_eq!(response.status(), 502);
@@ -383,7 +383,7 @@ async fn a_request_that_crashes_engines_on_pooled_connections_reaches_two() {
 async fn a_post_to_another_route_is_not_sent_to_an_engine_twice() {
     let engine = Engine::closing_at_reuse().await;
     let world = World::with(&[&engine]).await;
-    engine.connect(world.app.engines.plain()).await;
+    engine.connect(world.app.engines.pooled()).await;
     let json = json!({"model": "m", "input": "x"});
     let response = world.send("/v1/embeddings", &json).await;
     assert_eq!(response.status(), 502);

@@ -1,10 +1,12 @@
 use std::fs;
 use std::path::PathBuf;
 
-use axum::routing::{get, post};
+use axum::Router;
+use axum::routing::{MethodRouter, get, post};
 use clap::Parser as _;
 use reqwest::{Client, Method};
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
 use tokio::time::sleep;
 use warmroute_process::access::keys;
 
@@ -24,6 +26,10 @@ impl Served {
     }
 
     async fn with_args(settings: &str, more: &[&str]) -> Self {
+        Self::beside(&Handle::current(), settings, more).await
+    }
+
+    async fn beside(background: &Handle, settings: &str, more: &[&str]) -> Self {
         let path = std::env::temp_dir().join(format!("wr-run-{}.toml", Uuid::new_v4()));
         fs::write(&path, settings).unwrap();
         let file = path.to_str().unwrap();
@@ -32,7 +38,7 @@ impl Served {
         let args = RouterArgs::try_parse_from(args.iter().chain(&ports).chain(more)).unwrap();
         let config = Config::try_from(args).unwrap();
         Self {
-            running: Running::start(config).await.unwrap(),
+            running: Running::start(config, background).await.unwrap(),
             settings: path,
             client: crate::testing::http_client(),
         }
@@ -106,12 +112,16 @@ fn now() -> std::time::Instant {
 
 /// An engine whose answers never begin.
 async fn silent_engine() -> String {
-    let models = || async { axum::Json(json!({"data": [{"id": "m"}]})) };
     let silence = || async { std::future::pending::<()>().await };
+    engine(post(silence)).await
+}
+
+async fn engine(completions: MethodRouter) -> String {
+    let models = || async { axum::Json(json!({"data": [{"id": "m"}]})) };
     let routes = Router::new()
         .route("/health", get(|| async {}))
         .route("/v1/models", get(models))
-        .route("/v1/completions", post(silence));
+        .route("/v1/completions", completions);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     drop(TaskTracker::new().spawn(async move { axum::serve(listener, routes).await }));
@@ -157,6 +167,36 @@ async fn requests_that_wait_at_the_end_of_the_drain_get_an_answer() {
     let error = answer.json::<Value>().await.unwrap();
     assert_eq!(error["error"]["code"], "router_ends");
     fs::remove_file(served.settings).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_are_served_while_the_background_is_blocked() {
+    let background = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let engine = engine(post(|| async { axum::Json(json!({"choices": []})) })).await;
+    let served = Served::beside(background.handle(), "", &["--worker", &engine]).await;
+    let url = format!("http://{}/v1/completions", served.running.addresses.public);
+    let status = async || {
+        let body = json!({"model": "m", "prompt": [1]});
+        let answer = served.client.post(&url).json(&body).send().await.unwrap();
+        answer.status()
+    };
+    while status().await != 200 {
+        sleep(Duration::from_millis(20)).await;
+    }
+    let (unblock, blocked) = std::sync::mpsc::channel::<()>();
+    let blocking = background.spawn(async move { blocked.recv() });
+    for _ in 0..8 {
+        let answered = timeout(Duration::from_secs(30), status()).await;
+        assert_eq!(answered.unwrap(), 200);
+    }
+    assert!(!blocking.is_finished());
+    unblock.send(()).unwrap();
+    served.stop().await;
+    background.shutdown_background();
 }
 
 #[tokio::test(flavor = "multi_thread")]

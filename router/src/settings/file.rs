@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
+use std::num::NonZeroUsize;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,6 +38,9 @@ const TIMEOUT_SECS_MAX: u64 = 86_400;
 /// One minute, in milliseconds.
 const CONNECT_TIMEOUT_MS_MAX: u64 = 60_000;
 
+/// Far more than any machine has processors.
+const THREADS_MAX: usize = 1024;
+
 /// What the file sets. `docs/CONFIGURATION.md` describes each key.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -58,6 +62,7 @@ pub struct Settings {
     prefix_hash_load_percent: LoadPercent,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
+    request_threads: ThreadCount,
     pub(crate) resume_streams: ResumeRule,
     pub(super) tls: PortTls,
     tracing: TracingSettings,
@@ -88,6 +93,7 @@ impl Default for Settings {
             prefix_hash_load_percent: LoadPercent(125),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
+            request_threads: ThreadCount(0),
             resume_streams: ResumeRule::Off,
             tls: PortTls::default(),
             tracing: TracingSettings::default(),
@@ -136,6 +142,22 @@ impl TryFrom<u32> for LoadPercent {
             return Err(ValueError::LoadPercent(percent));
         }
         Ok(Self(percent))
+    }
+}
+
+/// From 0, for as many as the machine's processors suggest, to [`THREADS_MAX`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "usize")]
+struct ThreadCount(usize);
+
+impl TryFrom<usize> for ThreadCount {
+    type Error = ValueError;
+
+    fn try_from(threads: usize) -> Result<Self, ValueError> {
+        if threads > THREADS_MAX {
+            return Err(ValueError::Threads(threads));
+        }
+        Ok(Self(threads))
     }
 }
 
@@ -246,6 +268,8 @@ pub(crate) enum ValueError {
     RecordingBytes(u64),
     #[error("{0} is less than 100")]
     LoadPercent(u32),
+    #[error("{0} is not between 0 and {THREADS_MAX}")]
+    Threads(usize),
     #[error("{0} is not between 1 and 100")]
     KvPercent(u32),
     #[error("template arguments must be values of JSON")]
@@ -271,6 +295,11 @@ impl Settings {
     /// Bound of the policy `prefix-hash`.
     pub(crate) const fn prefix_hash_load_percent(&self) -> u32 {
         self.prefix_hash_load_percent.0
+    }
+
+    /// Threads of the runtime that serves requests. `None`: as many as the processors suggest.
+    pub(crate) const fn request_threads(&self) -> Option<NonZeroUsize> {
+        NonZeroUsize::new(self.request_threads.0)
     }
 
     /// Without what belongs to one machine or is applied at the start only: ports, keys, paths,

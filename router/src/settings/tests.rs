@@ -27,6 +27,7 @@ fn each_key_sets_its_value() {
         prefix_hash_load_percent = 150
         recording_dir = "/var/lib/recordings"
         recording_max_bytes = 1048576
+        request_threads = 12
         resume_streams = "all"
         [[workers]]
         url = "http://h:1"
@@ -45,6 +46,7 @@ fn each_key_sets_its_value() {
     assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
     assert_eq!(settings.max_prompt_bytes(), 7);
     assert_eq!(settings.prefix_hash_load_percent(), 150);
+    assert_eq!(settings.request_threads().map(usize::from), Some(12));
     let rule = RecordingRule {
         dir: "/var/lib/recordings".into(),
         max_bytes: 1 << 20,
@@ -152,6 +154,7 @@ fn a_refused_file_names_the_line_and_the_fault() {
         ),
         ("drain_timeout_secs = 86401", "not between 0 and 86400"),
         ("prefix_hash_load_percent = 99", "99 is less than 100"),
+        ("request_threads = 1025", "not between 0 and 1024"),
         ("connect_timeout_ms = 0", "not between 1 and 60000"),
         ("connect_timeout_ms = 60001", "not between 1 and 60000"),
         (
