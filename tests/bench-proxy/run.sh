@@ -3,6 +3,8 @@
 # proxies. Prints a table for docs/PERF.md. Peers that cannot be installed are left out.
 #
 # usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
+#        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine
+#          compares routing by the cache, with engines that have one
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . deploy/lib.sh
@@ -17,7 +19,7 @@ if [ ! -x "$peers/bin/python" ]; then
 fi
 router=${ROUTER:-}
 if [ -z "$router" ]; then
-    cargo build --release --locked -p warmroute-router
+    cargo build --release --locked -p warmroute-router -p warmroute-mock-engine
     router=target/release/warmroute-router
 fi
 exec cargo run --release --quiet --manifest-path tests/bench-proxy/Cargo.toml \

@@ -12,6 +12,7 @@ use tokio::task::LocalSet;
 use tokio::time::timeout;
 
 use crate::backend::CHUNKS;
+use crate::prompts::{Novelty, Prompts};
 
 /// Clients of plain answers.
 const PLAIN_CLIENTS: usize = 8;
@@ -22,7 +23,7 @@ const STREAM_CLIENTS: usize = 64;
 /// A round that takes longer fails.
 const ROUND_MAX: Duration = Duration::from_secs(120);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 pub enum Load {
     Plain {
         prompt_bytes: usize,
@@ -30,6 +31,13 @@ pub enum Load {
     },
     /// One stream for each client.
     Streams { prompt_bytes: usize },
+    /// Plain answers to texts of a corpus.
+    Prompts {
+        texts: Rc<Prompts>,
+        novelty: Novelty,
+        prompt_bytes: usize,
+        requests: usize,
+    },
 }
 
 /// What the clients saw in one round.
@@ -42,18 +50,30 @@ pub struct Measured {
 }
 
 impl Load {
-    pub fn all(requests: usize) -> Vec<Self> {
+    /// What proxies are compared by.
+    pub fn proxying(requests: usize) -> Vec<Self> {
         let plain = [200, 8 << 10, 128 << 10].map(|prompt_bytes| Self::Plain {
             prompt_bytes,
-            requests: if prompt_bytes > 64 << 10 {
-                requests / 4
-            } else {
-                requests
-            },
+            requests: fewer_if_long(requests, prompt_bytes),
         });
         let mut all = plain.to_vec();
         all.push(Self::Streams { prompt_bytes: 200 });
         all
+    }
+
+    /// What routing by the cache is compared by.
+    pub fn prompts(requests: usize) -> anyhow::Result<Vec<Self>> {
+        let texts = Rc::new(Prompts::load()?);
+        let sizes = [8 << 10, 128 << 10];
+        let loads = [Novelty::New, Novelty::MostlySeen].map(|novelty| {
+            sizes.map(|prompt_bytes| Self::Prompts {
+                texts: Rc::clone(&texts),
+                novelty,
+                prompt_bytes,
+                requests: fewer_if_long(requests, prompt_bytes),
+            })
+        });
+        Ok(loads.into_iter().flatten().collect())
     }
 
     pub fn name(&self) -> String {
@@ -62,13 +82,36 @@ impl Load {
                 format!("plain, {prompt_bytes} B")
             }
             Self::Plain { prompt_bytes, .. } => format!("plain, {} KiB", prompt_bytes >> 10),
+            Self::Prompts {
+                novelty,
+                prompt_bytes,
+                ..
+            } => {
+                let novelty = match novelty {
+                    Novelty::New => "new",
+                    Novelty::MostlySeen => "90 % seen",
+                };
+                format!("{} KiB, {novelty}", prompt_bytes >> 10)
+            }
             Self::Streams { .. } => format!("{STREAM_CLIENTS} streams × {CHUNKS} chunks"),
         }
     }
 
-    const fn prompt_bytes(&self) -> usize {
+    pub const fn is_stream(&self) -> bool {
+        matches!(self, Self::Streams { .. })
+    }
+
+    fn text(&self, number: usize) -> String {
         match self {
-            Self::Plain { prompt_bytes, .. } | Self::Streams { prompt_bytes } => *prompt_bytes,
+            Self::Plain { prompt_bytes, .. } | Self::Streams { prompt_bytes } => {
+                fox(number, *prompt_bytes)
+            }
+            Self::Prompts {
+                texts,
+                novelty,
+                prompt_bytes,
+                ..
+            } => texts.prompt(*novelty, number, *prompt_bytes),
         }
     }
 }
@@ -81,28 +124,29 @@ impl Measured {
     }
 }
 
-/// Runs one round.
-pub fn run(address: SocketAddr, load: &Load) -> anyhow::Result<Measured> {
+/// Runs one round. The texts differ from those of other values of `first_text`.
+pub fn run(address: SocketAddr, load: &Load, first_text: usize) -> anyhow::Result<Measured> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let (clients, each, is_stream) = match *load {
-        Load::Plain { requests, .. } => (PLAIN_CLIENTS, requests / PLAIN_CLIENTS, false),
-        Load::Streams { .. } => (STREAM_CLIENTS, 1, true),
+    let (clients, each) = match load {
+        Load::Plain { requests, .. } | Load::Prompts { requests, .. } => {
+            (PLAIN_CLIENTS, requests / PLAIN_CLIENTS)
+        }
+        Load::Streams { .. } => (STREAM_CLIENTS, 1),
     };
     let latencies = Rc::new(RefCell::new(Vec::new()));
     let began = Instant::now();
     let tasks = LocalSet::new();
-    let load = *load;
     tasks.block_on(&runtime, async {
         let mut running = Vec::new();
         for number in 0..clients {
-            let latencies = Rc::clone(&latencies);
+            let (latencies, load) = (Rc::clone(&latencies), load.clone());
             running.push(tokio::task::spawn_local(async move {
                 let mut client = Client::connect(address).await?;
                 for turn in 0..each {
-                    let request = request(load, number * 1_000_000 + turn, is_stream);
-                    let latency = client.ask(&request, is_stream).await?;
+                    let request = request(&load, first_text + number * 1_000_000 + turn);
+                    let latency = client.ask(&request, load.is_stream()).await?;
                     latencies.borrow_mut().push(latency);
                 }
                 anyhow::Ok(())
@@ -128,16 +172,33 @@ pub fn run(address: SocketAddr, load: &Load) -> anyhow::Result<Measured> {
     })
 }
 
-/// A chat whose text differs from the first word on.
-fn request(load: Load, number: usize, is_stream: bool) -> Vec<u8> {
+const fn fewer_if_long(requests: usize, prompt_bytes: usize) -> usize {
+    if prompt_bytes > 64 << 10 {
+        requests / 4
+    } else {
+        requests
+    }
+}
+
+/// A text that differs from others from the second word on.
+fn fox(number: usize, bytes: usize) -> String {
     let mut text = format!("Question {number}. ");
-    while text.len() < load.prompt_bytes() {
+    while text.len() < bytes {
         text.push_str("The quick brown fox jumps over the lazy dog. ");
     }
-    text.truncate(load.prompt_bytes());
-    let stream = if is_stream { ",\"stream\":true" } else { "" };
+    text.truncate(bytes);
+    text
+}
+
+fn request(load: &Load, number: usize) -> Vec<u8> {
+    let text = load.text(number);
+    let stream = if load.is_stream() {
+        ",\"stream\":true"
+    } else {
+        ""
+    };
     let body = format!(
-        r#"{{"model":"m","max_tokens":128,"messages":[{{"role":"user","content":"{text}"}}]{stream}}}"#
+        r#"{{"model":"m","max_tokens":16,"messages":[{{"role":"user","content":"{text}"}}]{stream}}}"#
     );
     let head = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n\

@@ -7,7 +7,9 @@
 
 mod backend;
 mod client;
+mod engines;
 mod process;
+mod prompts;
 mod table;
 
 use std::path::PathBuf;
@@ -15,13 +17,22 @@ use std::path::PathBuf;
 use anyhow::{Context as _, bail};
 
 use client::{Load, Measured};
+use engines::Engines;
 use process::{Proxy, ProxyKind};
+
+/// Most requests of one client in a round.
+const REQUESTS_MAX: usize = 10_000;
 
 struct Options {
     router: PathBuf,
     peers: PathBuf,
-    /// Mock engines behind each proxy.
+    /// Engines behind each proxy.
     backends: usize,
+    /// The program of mock engines with a prefix cache: compares routing by the cache. `None`: light
+    /// engines without a cache.
+    mock_engine: Option<PathBuf>,
+    /// The tokenizer of the mock engines and the router.
+    tokenizer: PathBuf,
     /// The processors that the router may use, as `taskset` takes them; `None`: all.
     cores: Option<String>,
     requests: usize,
@@ -44,25 +55,39 @@ struct Round {
 
 fn main() -> anyhow::Result<()> {
     let options = options()?;
-    let backends = backend::start(options.backends)?;
+    let (engines, kinds, loads) = match &options.mock_engine {
+        None => (
+            Engines::light(options.backends)?,
+            ProxyKind::PROXYING.as_slice(),
+            Load::proxying(options.requests),
+        ),
+        Some(binary) => (
+            Engines::mock(binary, &options.tokenizer, options.backends)?,
+            ProxyKind::CACHE_AWARE.as_slice(),
+            Load::prompts(options.requests)?,
+        ),
+    };
     let wanted = |kind: &ProxyKind| match &options.only {
         Some(only) => kind.name().contains(only.as_str()) || *kind == ProxyKind::Direct,
         None => true,
     };
     let mut proxies = Vec::new();
-    for kind in ProxyKind::ALL.into_iter().filter(wanted) {
-        match Proxy::start(kind, &backends, &options) {
+    for kind in kinds.iter().copied().filter(wanted) {
+        match Proxy::start(kind, &engines.engines, &options) {
             Ok(proxy) => proxies.push(proxy),
             Err(error) => eprintln!("without {}: {error:#}", kind.name()),
         }
     }
     let mut cells = Vec::new();
-    for load in Load::all(options.requests) {
+    let mut first_texts = (0..).step_by(REQUESTS_MAX);
+    for load in loads {
         let mut rounds: Vec<Vec<Round>> = proxies.iter().map(|_| Vec::new()).collect();
         for round in 0..=options.rounds {
             for (proxy, rounds) in proxies.iter().zip(&mut rounds) {
                 let before = proxy.cpu_secs()?;
-                let measured = client::run(proxy.address, &load)
+                // Each round and each proxy has texts of its own.
+                let first_text = first_texts.next().unwrap_or_default();
+                let measured = client::run(proxy.address, &load, first_text)
                     .with_context(|| format!("{} {}", proxy.kind.name(), load.name()))?;
                 let cpu_secs = proxy.cpu_secs()? - before;
                 eprintln!("{}, {}: {cpu_secs:.2} s", load.name(), proxy.kind.name());
@@ -80,7 +105,7 @@ fn main() -> anyhow::Result<()> {
         for (proxy, rounds) in proxies.iter().zip(rounds) {
             cells.push(Cell {
                 proxy: proxy.kind.name(),
-                load,
+                load: load.clone(),
                 rounds,
             });
         }
@@ -94,6 +119,8 @@ fn options() -> anyhow::Result<Options> {
         router: "target/release/warmroute-router".into(),
         peers: ".venv/bench-proxy/bin".into(),
         backends: 4,
+        mock_engine: None,
+        tokenizer: "tests/fixtures/tiny".into(),
         cores: None,
         requests: 2000,
         rounds: 3,
@@ -108,6 +135,8 @@ fn options() -> anyhow::Result<Options> {
             "--router" => options.router = value.into(),
             "--peers" => options.peers = value.into(),
             "--backends" => options.backends = value.parse()?,
+            "--mock-engine" => options.mock_engine = Some(value.into()),
+            "--tokenizer" => options.tokenizer = value.into(),
             "--cores" => options.cores = Some(value),
             "--requests" => options.requests = value.parse()?,
             "--rounds" => options.rounds = value.parse()?,

@@ -10,6 +10,7 @@ use anyhow::{Context as _, bail};
 
 use crate::Options;
 use crate::client::{self, Load};
+use crate::engines::{Engine, EventPorts};
 
 /// Longest start of a proxy.
 const START_MAX: Duration = Duration::from_secs(40);
@@ -23,6 +24,7 @@ pub enum ProxyKind {
     Nginx,
     HaProxy,
     Warmroute,
+    WarmrouteCache,
     VllmRouter,
     VllmRouterCache,
     SglangRouter,
@@ -30,7 +32,7 @@ pub enum ProxyKind {
 }
 
 impl ProxyKind {
-    pub const ALL: [Self; 8] = [
+    pub const PROXYING: [Self; 8] = [
         Self::Direct,
         Self::Nginx,
         Self::HaProxy,
@@ -41,12 +43,20 @@ impl ProxyKind {
         Self::SglangRouterCache,
     ];
 
+    pub const CACHE_AWARE: [Self; 4] = [
+        Self::Direct,
+        Self::WarmrouteCache,
+        Self::VllmRouterCache,
+        Self::SglangRouterCache,
+    ];
+
     pub const fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
             Self::Nginx => "nginx",
             Self::HaProxy => "HAProxy",
             Self::Warmroute => "warmroute round-robin",
+            Self::WarmrouteCache => "warmroute, default policy",
             Self::VllmRouter => "vllm-router round_robin",
             Self::VllmRouterCache => "vllm-router cache_aware",
             Self::SglangRouter => "sglang-router round_robin",
@@ -64,17 +74,13 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    pub fn start(
-        kind: ProxyKind,
-        backends: &[SocketAddr],
-        options: &Options,
-    ) -> anyhow::Result<Self> {
+    pub fn start(kind: ProxyKind, engines: &[Engine], options: &Options) -> anyhow::Result<Self> {
         let ProxyKind::Direct = kind else {
-            return Self::start_process(kind, backends, options);
+            return Self::start_process(kind, engines, options);
         };
         Ok(Self {
             kind,
-            address: backends[0],
+            address: engines[0].address,
             child: None,
             folder: None,
         })
@@ -82,13 +88,13 @@ impl Proxy {
 
     fn start_process(
         kind: ProxyKind,
-        backends: &[SocketAddr],
+        engines: &[Engine],
         options: &Options,
     ) -> anyhow::Result<Self> {
         let address = free_address()?;
         let folder = std::env::temp_dir().join(format!("bench-proxy-{}", address.port()));
         fs::create_dir_all(&folder)?;
-        let mut command = command(kind, address, backends, options, &folder)?;
+        let mut command = command(kind, address, engines, options, &folder)?;
         let log = fs::File::create(folder.join("log"))?;
         command
             .stdin(Stdio::null())
@@ -112,7 +118,7 @@ impl Proxy {
             requests: 8,
         };
         loop {
-            let error = match client::run(self.address, &probe) {
+            let error = match client::run(self.address, &probe, 0) {
                 Ok(_) => return Ok(()),
                 Err(error) => error,
             };
@@ -205,14 +211,14 @@ fn free_address() -> anyhow::Result<SocketAddr> {
 fn command(
     kind: ProxyKind,
     address: SocketAddr,
-    backends: &[SocketAddr],
+    engines: &[Engine],
     options: &Options,
     folder: &Path,
 ) -> anyhow::Result<Command> {
     let port = address.port().to_string();
-    let urls: Vec<String> = backends
+    let urls: Vec<String> = engines
         .iter()
-        .map(|backend| format!("http://{backend}"))
+        .map(|engine| format!("http://{}", engine.address))
         .collect();
     let python = |program: &str, policy: &str| {
         let mut command = Command::new(options.peers.join(program));
@@ -230,7 +236,7 @@ fn command(
     };
     Ok(match kind {
         ProxyKind::Direct => bail!("no process"),
-        ProxyKind::Warmroute => {
+        ProxyKind::Warmroute | ProxyKind::WarmrouteCache => {
             let mut command = match &options.cores {
                 Some(cores) => {
                     let mut command = Command::new("taskset");
@@ -241,8 +247,13 @@ fn command(
             };
             command
                 .args(["--host", "127.0.0.1", "--port", &port, "--admin-port", "0"])
-                .args(["--policy", "round-robin", "--log", "warn"]);
-            command.args(urls.iter().map(|url| format!("--worker={url}")));
+                .args(["--log", "warn"])
+                .args(engines.iter().map(worker));
+            if kind == ProxyKind::WarmrouteCache {
+                command.arg("--tokenizer").arg(&options.tokenizer);
+            } else {
+                command.args(["--policy", "round-robin"]);
+            }
             command
         }
         ProxyKind::VllmRouter => python("vllm-router", "round_robin"),
@@ -251,14 +262,14 @@ fn command(
         ProxyKind::SglangRouterCache => python("sglang-router", "cache_aware"),
         ProxyKind::Nginx => {
             let file = folder.join("nginx.conf");
-            fs::write(&file, nginx(address, backends, folder))?;
+            fs::write(&file, nginx(address, engines, folder))?;
             let mut command = Command::new("nginx");
             command.arg("-c").arg(file);
             command
         }
         ProxyKind::HaProxy => {
             let file = folder.join("haproxy.cfg");
-            fs::write(&file, haproxy(address, backends))?;
+            fs::write(&file, haproxy(address, engines))?;
             let mut command = Command::new("haproxy");
             command.args(["-q", "-db", "-f"]).arg(file);
             command
@@ -266,10 +277,21 @@ fn command(
     })
 }
 
-fn nginx(address: SocketAddr, backends: &[SocketAddr], folder: &Path) -> String {
-    let servers: String = backends
+/// An engine as the router's flag declares it.
+fn worker(engine: &Engine) -> String {
+    let url = format!("--worker=http://{}", engine.address);
+    match engine.events {
+        None => url,
+        Some(EventPorts { live, replay }) => {
+            format!("{url},kv=tcp://127.0.0.1:{live},replay=tcp://127.0.0.1:{replay}")
+        }
+    }
+}
+
+fn nginx(address: SocketAddr, engines: &[Engine], folder: &Path) -> String {
+    let servers: String = engines
         .iter()
-        .map(|backend| format!("server {backend}; "))
+        .map(|engine| format!("server {}; ", engine.address))
         .collect();
     let folder = folder.display();
     format!(
@@ -292,11 +314,11 @@ http {{
     )
 }
 
-fn haproxy(address: SocketAddr, backends: &[SocketAddr]) -> String {
-    let servers: String = backends
+fn haproxy(address: SocketAddr, engines: &[Engine]) -> String {
+    let servers: String = engines
         .iter()
         .enumerate()
-        .map(|(number, backend)| format!("  server s{number} {backend}\n"))
+        .map(|(number, engine)| format!("  server s{number} {}\n", engine.address))
         .collect();
     format!(
         "global

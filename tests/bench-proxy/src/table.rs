@@ -17,7 +17,7 @@ pub fn render(cells: &[Cell]) -> String {
     for cell in cells {
         let direct = cells
             .iter()
-            .find(|other| other.proxy == "direct" && other.load == cell.load)
+            .find(|other| other.proxy == "direct" && other.load.name() == cell.load.name())
             .unwrap_or(cell);
         let added = |percent: usize| {
             let of = |cell: &Cell| median(cell, |round| millis(round.measured.percentile(percent)));
@@ -28,7 +28,7 @@ pub fn render(cells: &[Cell]) -> String {
             round.cpu_secs / count(round.measured.requests) * 1e3
         });
         let rate = match cell.load {
-            Load::Plain { .. } => format!("{rate:.0}"),
+            Load::Plain { .. } | Load::Prompts { .. } => format!("{rate:.0}"),
             // The backend sets the pace.
             Load::Streams { .. } => "–".to_owned(),
         };
