@@ -20,7 +20,7 @@ use crate::batch_task::BatchTask;
 use crate::clock::unix_time;
 use crate::fleet::ModelCatalog;
 use crate::metrics::{
-    Metrics, ModelSeries, OTHER_MODEL, RequestEnd, RouteLabel, StatusClass, WorkerSeries,
+    CodeLabel, Metrics, ModelSeries, OTHER_MODEL, RequestEnd, RouteLabel, WorkerSeries,
 };
 use crate::openai::TokenUsage;
 use crate::recorder::{RecordTicket, Recorder};
@@ -292,12 +292,12 @@ impl CallReport {
         if timings.decision.is_some() || placement.is_some() || !timings.queue.is_zero() {
             model.totals.queue.observe(timings.queue);
         }
-        let class = StatusClass::of(self.status);
+        let code = CodeLabel::of(self.status);
         let Some(worker) = placement.and_then(|one| one.series.as_ref()) else {
-            model.totals.unplaced.count(class, self.end);
+            model.totals.unplaced.count(code, self.end);
             return;
         };
-        worker.requests.count(class, self.end);
+        worker.requests.count(code, self.end);
         worker.total.observe(took);
         let add = |counter: &AtomicU64, tokens: u32| {
             counter.fetch_add(tokens.into(), Ordering::Relaxed);

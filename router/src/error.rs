@@ -261,6 +261,36 @@ impl From<openai::OpenAiError> for ProxyError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::CodeLabel;
+
+    #[test]
+    fn each_status_of_an_error_has_its_own_metric_label() {
+        let kinds = [
+            ErrorType::InvalidRequest,
+            ErrorType::NotFound,
+            ErrorType::TooLarge,
+            ErrorType::RateLimited,
+            ErrorType::Unavailable,
+            ErrorType::Internal,
+        ];
+        let errors = [
+            ProxyError::BodyTimeout,
+            ProxyError::BodyEncoded,
+            ProxyError::Method,
+            ProxyError::TooLarge { max: 1 },
+            ProxyError::Upstream,
+            ProxyError::NoWorker,
+            ProxyError::AllFull,
+            ProxyError::Internal("x"),
+            TenantRefusal::NoKey.into(),
+            TenantRefusal::Model.into(),
+            TenantRefusal::ForeignAnswer.into(),
+        ];
+        let statuses = errors.iter().map(|error| error.status().as_u16());
+        for status in statuses.chain(kinds.map(ErrorType::status)).chain([200]) {
+            assert_eq!(CodeLabel::of(status).label(), status.to_string());
+        }
+    }
 
     #[test]
     fn temporary_errors_have_a_retry_after() {

@@ -17,13 +17,13 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 pub(crate) use labels::{
-    CancelPhase, DecisionStep, LoadResult, RecordResult, ReloadResult, RequestEnd, ResumeResult,
-    RetryReason, RouteLabel,
+    CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RequestEnd,
+    ResumeResult, RetryReason, RouteLabel,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
 pub(crate) use served::{
-    ModelKind, ModelSeries, OTHER_MODEL, SeriesTable, ServedModel, StatusClass, WorkerSeries,
+    ModelKind, ModelSeries, OTHER_MODEL, SeriesTable, ServedModel, WorkerSeries,
 };
 
 const NAMESPACE: &str = "warmroute_router";
@@ -464,7 +464,7 @@ mod tests {
         };
         let series = SeriesTable::default().followed_by([served].into_iter());
         let counted = &series.of("m").workers[&worker];
-        counted.requests.count(StatusClass::of(200), RequestEnd::Ok);
+        counted.requests.count(CodeLabel::of(200), RequestEnd::Ok);
         counted.ttft.observe(Duration::from_millis(10));
         let render = |loads: &[_], workers: &[_], demoted: &[_], series: &SeriesTable| {
             let scraped = Scraped {
@@ -488,7 +488,7 @@ mod tests {
             "source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5",
             "worker_draining{worker=\"w1\"} 1",
             "source_demoted{dp_rank=\"1\",worker=\"w1\"} 1",
-            "model_requests_total{code=\"2xx\",model=\"m\",outcome=\"ok\",worker=\"w1\"} 1",
+            "model_requests_total{code=\"200\",model=\"m\",outcome=\"ok\",worker=\"w1\"} 1",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.005\"} 0",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.01\"} 1",
             "model_ttft_seconds_count{model=\"m\",worker=\"w1\"} 1",

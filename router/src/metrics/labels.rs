@@ -19,6 +19,77 @@ macro_rules! label {
     };
 }
 
+/// Declares the label of a status code: the codes with a value of their own, the others by class.
+macro_rules! codes {
+    ($($name:ident = $code:literal,)+) => {
+        /// The status code of an answer. Engines choose theirs, so that not each has its own value.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum CodeLabel {
+            /// The client closed its connection before a status was sent.
+            None,
+            $($name,)+
+            Success,
+            Redirect,
+            ClientError,
+            ServerError,
+        }
+
+        impl CodeLabel {
+            pub(super) const ALL: &[Self] = &[
+                Self::None,
+                $(Self::$name,)+
+                Self::Success,
+                Self::Redirect,
+                Self::ClientError,
+                Self::ServerError,
+            ];
+
+            /// The label of a status; 0 stands for no status.
+            pub(crate) const fn of(status: u16) -> Self {
+                match status {
+                    0 => Self::None,
+                    $($code => Self::$name,)+
+                    500.. => Self::ServerError,
+                    400.. => Self::ClientError,
+                    300.. => Self::Redirect,
+                    1.. => Self::Success,
+                }
+            }
+
+            pub(crate) const fn label(self) -> &'static str {
+                match self {
+                    Self::None => "none",
+                    $(Self::$name => stringify!($code),)+
+                    Self::Success => "2xx",
+                    Self::Redirect => "3xx",
+                    Self::ClientError => "4xx",
+                    Self::ServerError => "5xx",
+                }
+            }
+        }
+    };
+}
+
+// What the router answers by itself, and what engines and what is before them usually do.
+codes! {
+    Ok = 200,
+    BadRequest = 400,
+    Unauthorized = 401,
+    Forbidden = 403,
+    NotFound = 404,
+    MethodNotAllowed = 405,
+    RequestTimeout = 408,
+    TooLarge = 413,
+    UnsupportedType = 415,
+    Unprocessable = 422,
+    TooManyRequests = 429,
+    InternalError = 500,
+    NotImplemented = 501,
+    BadGateway = 502,
+    Unavailable = 503,
+    GatewayTimeout = 504,
+}
+
 label! {
     /// The route of a client's request.
     RouteLabel {
@@ -132,5 +203,36 @@ label! {
         Status = "status",
         /// The engine closed a reused connection: sent again on a new one.
         StaleConnection = "stale_connection",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_status_has_one_of_few_labels() {
+        for (status, label) in [
+            (0, "none"),
+            (200, "200"),
+            (204, "2xx"),
+            (307, "3xx"),
+            (404, "404"),
+            (418, "4xx"),
+            (503, "503"),
+            (599, "5xx"),
+            (u16::MAX, "5xx"),
+        ] {
+            assert_eq!(CodeLabel::of(status).label(), label);
+        }
+        let mut labels: Vec<_> = (0..=u16::MAX)
+            .map(|status| CodeLabel::of(status).label())
+            .collect();
+        labels.sort_unstable();
+        labels.dedup();
+        assert_eq!(labels.len(), CodeLabel::ALL.len());
+        for (at, code) in CodeLabel::ALL.iter().enumerate() {
+            assert_eq!(*code as usize, at, "the place of its counter");
+        }
     }
 }

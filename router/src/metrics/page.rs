@@ -297,9 +297,9 @@ impl Page {
             .map(|model| (model, "", &model.totals.unplaced));
         let placed = served(table).map(|(model, worker, series)| (model, worker, &series.requests));
         let requests = placed.chain(unplaced).flat_map(|(model, worker, counts)| {
-            counts.read().map(move |(class, end, count)| {
+            counts.read().map(move |(code, end, count)| {
                 let labels = Labels::new(&[
-                    ("code", &class.label()),
+                    ("code", &code.label()),
                     ("model", &model.model),
                     ("outcome", &end.label()),
                     ("worker", &worker),

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use warmroute_proto::WorkerId;
 
-use super::RequestEnd;
+use super::{CodeLabel, RequestEnd};
 
 /// Model label of requests for no served model, and of adapters beyond [`PAIRS_MAX`].
 pub(crate) const OTHER_MODEL: &str = "other";
@@ -31,19 +31,9 @@ pub(crate) struct SecondsHistogram {
     sum_nanos: AtomicU64,
 }
 
-/// Requests by class of their status and by outcome.
+/// Requests by status code and by outcome.
 #[derive(Debug, Default)]
-pub(crate) struct RequestCounts([[AtomicU64; StatusClass::ALL.len()]; RequestEnd::ALL.len()]);
-
-/// The class of a status code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum StatusClass {
-    /// The client closed its connection before a status was sent.
-    None,
-    Success,
-    ClientError,
-    ServerError,
-}
+pub(crate) struct RequestCounts([[AtomicU64; CodeLabel::ALL.len()]; RequestEnd::ALL.len()]);
 
 /// What one worker did for one model.
 #[derive(Debug, Default)]
@@ -126,47 +116,19 @@ impl SecondsHistogram {
 }
 
 impl RequestCounts {
-    pub(crate) fn count(&self, class: StatusClass, end: RequestEnd) {
-        self.0[end as usize][class as usize].fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn count(&self, code: CodeLabel, end: RequestEnd) {
+        self.0[end as usize][code as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Each count that is not zero.
-    pub(super) fn read(&self) -> impl Iterator<Item = (StatusClass, RequestEnd, u64)> {
+    pub(super) fn read(&self) -> impl Iterator<Item = (CodeLabel, RequestEnd, u64)> {
         RequestEnd::ALL.into_iter().flat_map(move |end| {
-            let classes = StatusClass::ALL.into_iter().map(move |class| {
-                let count = self.0[end as usize][class as usize].load(Ordering::Relaxed);
-                (class, end, count)
+            let codes = CodeLabel::ALL.iter().map(move |&code| {
+                let count = self.0[end as usize][code as usize].load(Ordering::Relaxed);
+                (code, end, count)
             });
-            classes.filter(|(_, _, count)| *count > 0)
+            codes.filter(|(_, _, count)| *count > 0)
         })
-    }
-}
-
-impl StatusClass {
-    const ALL: [Self; 4] = [
-        Self::None,
-        Self::Success,
-        Self::ClientError,
-        Self::ServerError,
-    ];
-
-    /// The class of a status; 0 stands for no status.
-    pub(crate) const fn of(status: u16) -> Self {
-        match status {
-            0 => Self::None,
-            500.. => Self::ServerError,
-            400.. => Self::ClientError,
-            1.. => Self::Success,
-        }
-    }
-
-    pub(super) const fn label(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Success => "2xx",
-            Self::ClientError => "4xx",
-            Self::ServerError => "5xx",
-        }
     }
 }
 

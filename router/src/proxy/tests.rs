@@ -80,30 +80,37 @@ async fn requests_count_for_their_model_and_worker_and_other_names_share_a_label
         .raw("/v1/embeddings", r#"{"model":"yours","input":"x"}"#)
         .await;
     world.raw("/v1/completions", "{").await;
-    engine.answer_with(StatusCode::BAD_REQUEST);
-    world
-        .post("/v1/completions", &body(40))
-        .send()
-        .await
-        .unwrap();
+    for status in [StatusCode::BAD_REQUEST, StatusCode::IM_A_TEAPOT] {
+        engine.answer_with(status);
+        world
+            .post("/v1/completions", &body(40))
+            .send()
+            .await
+            .unwrap();
+    }
     world.until_quiet().await;
     for (labels, count) in [
-        (r#"code="2xx",model="m",outcome="ok",worker="w0""#, 2),
+        (r#"code="200",model="m",outcome="ok",worker="w0""#, 2),
+        (
+            r#"code="400",model="m",outcome="engine_4xx",worker="w0""#,
+            1,
+        ),
         (
             r#"code="4xx",model="m",outcome="engine_4xx",worker="w0""#,
             1,
         ),
-        (r#"code="4xx",model="other",outcome="refused",worker="""#, 3),
+        (r#"code="404",model="other",outcome="refused",worker="""#, 2),
+        (r#"code="400",model="other",outcome="refused",worker="""#, 1),
     ] {
         let series = format!("model_requests_total{{{labels}}}");
         assert_eq!(world.metric(&series), count, "{series}");
     }
     let of_worker = |name: &str| world.metric(&format!("{name}{{model=\"m\",worker=\"w0\"}}"));
-    assert_eq!(of_worker("model_request_seconds_count"), 3);
+    assert_eq!(of_worker("model_request_seconds_count"), 4);
     assert_eq!(of_worker("model_ttft_seconds_count"), 1);
     assert_eq!(of_worker("model_inter_token_seconds_count"), 2);
     assert!(of_worker("model_prompt_tokens_total") >= 80);
-    assert_eq!(world.metric("model_decision_seconds_count{model=\"m\"}"), 3);
+    assert_eq!(world.metric("model_decision_seconds_count{model=\"m\"}"), 4);
 }
 
 #[tokio::test]
