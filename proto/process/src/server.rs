@@ -1,10 +1,11 @@
-//! The accept loop: serves connections of HTTP/1.1, with or without TLS, and of HTTP/2 without TLS
-//! where it is offered, with an axum router.
+//! The accept loop: serves connections of HTTP/1.1 and HTTP/2, with or without TLS, with an axum
+//! router.
 //!
 //! `axum::serve` lacks three things: a time limit for request heads, which also ends idle
 //! connections; a bound on open connections; and a shutdown in two phases that breaks no request,
 //! so that connections in the system's backlog are served, and new connections may send their first
-//! request. A client that speaks HTTP/2 is known by its preface (`protocol`).
+//! request. With TLS, ALPN decides the protocol; without, a client that speaks HTTP/2 is known by its
+//! preface (`protocol`).
 //!
 //! At the bound the connection that is idle longest is closed for a new one, or one that waits for
 //! its client to send more of a body or to take more of an answer. While all other
@@ -43,7 +44,7 @@ use idle::{ArrivingBody, ConnectionActivity, IdleConnections, InFlightBody, Obse
 use protocol::{Protocol, StreamExecutor};
 use stream::ClientStream;
 
-use crate::tls::ServerTls;
+use crate::tls::{ServerTls, agreed_on_http2};
 
 /// A request head that takes longer is an attack or a broken client. Also ends idle connections.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -393,13 +394,21 @@ impl ServedConnection {
             () = &mut stopped => return,
             () = self.ended() => return,
         };
-        let begun = match begun {
-            Ok(begun) => begun,
+        match begun {
+            Ok(begun) => self.serve(begun, peer, stopped).await,
             Err(error) => {
                 tracing::debug!(?peer, %error, "connection broke before its first request");
-                return;
             }
-        };
+        }
+    }
+
+    /// Serves a connection's requests until `stopped`, or until its port has other certificates.
+    async fn serve(
+        &self,
+        begun: BegunConnection,
+        peer: Option<PeerAddress>,
+        stopped: Pin<&mut impl Future<Output = ()>>,
+    ) {
         let (protocol, tls) = (begun.protocol, begun.tls);
         let stream = ObservedStream {
             begun: begun.read,
@@ -411,19 +420,32 @@ impl ServedConnection {
         let router = TowerToHyperService::new(self.router.clone());
         let (activity, role) = (Arc::clone(&self.open.activity), self.open.role);
         let tls_in_force = Arc::clone(&self.clients.tls);
+        let outdated = CancellationToken::new();
+        let ends = outdated.clone();
         let service = service_fn(move |mut request: Request<Incoming>| {
             if let Some(peer) = peer {
                 request.extensions_mut().insert(peer);
             }
             let served = serve_request(&activity, role, &router, request);
             let end = ConnectionEnd::by_tls(tls.as_ref(), tls_in_force.as_ref());
+            // HTTP/2 has no header by which a client learns it.
+            if protocol == Protocol::Http2 && end == ConnectionEnd::Closed {
+                ends.cancel();
+            }
             async move { served.await.map(|response| end.signed(response)) }
         });
+        let finished = async {
+            tokio::select! {
+                () = stopped => {}
+                () = outdated.cancelled() => {}
+            }
+        };
+        tokio::pin!(finished);
         match protocol {
             Protocol::Http1 => {
                 let half_closed = (self.clients.half_closed)();
                 let connection = protocol::http1(stream, half_closed, service);
-                self.drive(connection, |open| open.graceful_shutdown(), stopped)
+                self.drive(connection, |open| open.graceful_shutdown(), finished)
                     .await;
             }
             Protocol::Http2 => {
@@ -433,7 +455,7 @@ impl ServedConnection {
                     activity: Arc::clone(&self.open.activity),
                 };
                 let connection = protocol::http2(stream, streams, service);
-                self.drive(connection, |open| open.graceful_shutdown(), stopped)
+                self.drive(connection, |open| open.graceful_shutdown(), finished)
                     .await;
             }
         }
@@ -444,8 +466,13 @@ impl ServedConnection {
         let (protocol, read) = match ((self.clients.tls)(), self.clients.http2) {
             (Some(tls), _) => {
                 let accepted = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await??;
+                let protocol = if agreed_on_http2(&accepted) {
+                    Protocol::Http2
+                } else {
+                    Protocol::Http1
+                };
                 return Ok(BegunConnection {
-                    protocol: Protocol::Http1,
+                    protocol,
                     tls: Some(tls),
                     read: Bytes::new(),
                     stream: ClientStream::Tls(Box::new(accepted)),

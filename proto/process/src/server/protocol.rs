@@ -41,7 +41,6 @@ const PING_INTERVAL: Duration = Duration::from_secs(20);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protocol {
     Http1,
-    /// With prior knowledge.
     Http2,
 }
 

@@ -23,13 +23,16 @@ use rustls::server::VerifierBuilderError;
 use crate::small_file;
 
 pub use engines::{Authorities, EngineTls, failure_of};
-pub use server::{ServerTls, ServerTlsFiles};
+pub use server::{ServerTls, ServerTlsFiles, agreed_on_http2};
 
 /// A bundle of the system's authorities has some 200 KiB.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// The one protocol that servers offer and engines are spoken to in.
+/// The one protocol that engines are spoken to in; servers offer it too.
 const HTTP1: &[u8] = b"http/1.1";
+
+/// Offered by servers to clients that can.
+const HTTP2: &[u8] = b"h2";
 
 /// Why certificates cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-use super::{HTTP1, TlsError, certificates, crypto, expiry, private_key, read, roots};
+use super::{HTTP1, HTTP2, TlsError, certificates, crypto, expiry, private_key, read, roots};
 
 /// The files of a port's TLS, in PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl ServerTls {
             key: files.key.clone(),
             error,
         })?;
-        config.alpn_protocols = vec![HTTP1.to_vec()];
+        config.alpn_protocols = [HTTP2, HTTP1].map(<[u8]>::to_vec).into();
         if files.client_ca.is_some() {
             // A resumed session is not asked for its certificate, which may have expired since.
             config.session_storage = Arc::new(NoServerSessionStorage {});
@@ -108,6 +108,12 @@ impl ServerTls {
         let acceptor = TlsAcceptor::from(Arc::clone(&self.config));
         acceptor.accept(stream).await
     }
+}
+
+/// Whether a handshake ended with HTTP/2. A client without ALPN speaks HTTP/1.1.
+#[must_use]
+pub fn agreed_on_http2(stream: &TlsStream<TcpStream>) -> bool {
+    stream.get_ref().1.alpn_protocol() == Some(HTTP2)
 }
 
 fn client_verifier(path: &Path, pem: &[u8]) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {

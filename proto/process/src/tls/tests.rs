@@ -2,18 +2,28 @@
 
 mod certificates;
 
+use std::convert::Infallible;
 use std::fs;
+use std::future::poll_fn;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Body;
+use axum::http::Request;
 use axum::routing::get;
+use bytes::Bytes;
+use hyper::body::{Body as _, Frame, Incoming};
 use prometheus::IntGauge;
 use rustls::HandshakeKind;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
@@ -67,7 +77,9 @@ impl Port {
         let current = Arc::clone(&tls);
         let server = Server {
             listener,
-            router: Router::new().route("/", get(|| async { "served" })),
+            router: Router::new()
+                .route("/", get(|| async { "served" }))
+                .route("/events", get(events)),
             connections_max,
             connections: connections.clone(),
             clients: ClientRules {
@@ -94,6 +106,29 @@ impl Port {
     fn end(self) {
         self.shutdown.force.cancel();
         self.shutdown.stop.cancel();
+    }
+}
+
+/// One event, and after a pause the end.
+async fn events() -> Body {
+    let pause = Box::pin(tokio::time::sleep(Duration::from_millis(200)));
+    Body::new(Events(Some("event"), pause))
+}
+
+struct Events(Option<&'static str>, Pin<Box<tokio::time::Sleep>>);
+
+impl hyper::body::Body for Events {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        match self.0.take() {
+            Some(event) => Poll::Ready(Some(Ok(Frame::data(event.into())))),
+            None => self.1.as_mut().poll(context).map(|()| None),
+        }
     }
 }
 
@@ -151,6 +186,64 @@ async fn an_open_connection_ends_with_its_next_answer_when_certificates_are_repl
     stream.read_to_string(&mut answer).await.unwrap();
     assert!(answer.contains("connection: close"), "{answer}");
     assert!(answer.ends_with("served"), "{answer}");
+    port.end();
+}
+
+type Http2Client = hyper::client::conn::http2::SendRequest<String>;
+
+/// A client that speaks nothing else. Also returns the connection's end.
+async fn http2_client(port: &Port, ca: &Path) -> (Http2Client, JoinHandle<hyper::Result<()>>) {
+    let mut config = rustls::ClientConfig::builder_with_provider(crypto())
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots(ca, &read(ca).unwrap()).unwrap())
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let stream = TcpStream::connect(port.address).await.unwrap();
+    let connector = TlsConnector::from(Arc::new(config));
+    let name = port.address.ip().into();
+    let stream = connector.connect(name, stream).await.unwrap();
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    let stream = hyper_util::rt::TokioIo::new(stream);
+    let executor = hyper_util::rt::TokioExecutor::new();
+    let handshake = hyper::client::conn::http2::handshake(executor, stream);
+    let (client, connection) = handshake.await.unwrap();
+    (client, TaskTracker::new().spawn(connection))
+}
+
+async fn http2_answer(client: &mut Http2Client, path: &str) -> Incoming {
+    let uri = format!("https://s{path}");
+    let request = Request::builder().uri(uri).body(String::new());
+    let answer = client.send_request(request.unwrap()).await.unwrap();
+    assert_eq!(answer.status(), 200);
+    answer.into_body()
+}
+
+/// The next piece of an answer; `None` at its end.
+async fn piece(body: &mut Incoming) -> Option<Bytes> {
+    let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
+    frame.unwrap().into_data().ok()
+}
+
+/// A connection is one for many requests; replaced certificates end it as they end one of HTTP/1.1.
+#[tokio::test]
+async fn clients_may_speak_http2_with_tls_until_certificates_are_replaced() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let ca = authority.write(&dir.0, "ca.crt");
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let (mut client, ended) = http2_client(&port, &ca).await;
+    let mut stream = http2_answer(&mut client, "/events").await;
+    assert_eq!(piece(&mut stream).await.unwrap(), "event");
+    let mut other = http2_answer(&mut client, "/").await;
+    assert_eq!(piece(&mut other).await.unwrap(), "served");
+    assert_eq!(port.open.get(), 1);
+    *port.tls.lock().unwrap() = dir.server(&authority.issue(), None);
+    let mut last = http2_answer(&mut client, "/").await;
+    assert_eq!(piece(&mut last).await.unwrap(), "served");
+    // Open streams go on to their end.
+    assert!(piece(&mut stream).await.is_none_or(|end| end.is_empty()));
+    let ended = timeout(Duration::from_secs(60), ended).await;
+    ended.expect("the connection ends").unwrap().unwrap();
     port.end();
 }
 
