@@ -1,12 +1,12 @@
 //! Routes whose bodies the router does not understand: sent as they are to the least loaded worker
-//! of the model that the body names.
+//! of the model that the body names, as a member of JSON or a field of a form.
 
 use std::fmt;
 use std::sync::Arc;
 
 use axum::extract::Request;
 use axum::http::request::Parts;
-use axum::http::{Method, Uri};
+use axum::http::{HeaderMap, Method, Uri, header};
 use axum::response::Response;
 use bytes::Bytes;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -25,7 +25,7 @@ use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
 use crate::error::ProxyError;
 use crate::metrics::{CancelPhase, RouteLabel};
-use crate::openai::OpenAiError;
+use crate::openai::{self, OpenAiError};
 use crate::route::Prompt;
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::spans::TraceStep;
@@ -63,7 +63,7 @@ pub(super) async fn forward(
     let RoutedFields {
         model: named,
         previous,
-    } = RoutedFields::read(body).await?;
+    } = RoutedFields::read(&parts.headers, body).await?;
     let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
     let target = match owner.transpose()?.flatten() {
         Some(worker) => Target::Only(worker),
@@ -168,8 +168,8 @@ fn served_model(
     })
 }
 
-/// What the router reads of a JSON body. The last of repeated keys wins, as in the engines'
-/// parsers; a value that is no string counts as absent.
+/// What the router reads of a body. The last of repeated keys wins, as in the engines' parsers; a
+/// value that is no string counts as absent.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct RoutedFields {
     model: Option<String>,
@@ -179,18 +179,27 @@ struct RoutedFields {
 
 impl RoutedFields {
     /// Reads a large body on another thread.
-    async fn read(body: &Bytes) -> Result<Self, ProxyError> {
+    async fn read(headers: &HeaderMap, body: &Bytes) -> Result<Self, ProxyError> {
+        let kind = headers.get(header::CONTENT_TYPE);
+        let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
         if body.len() <= INLINE_BYTES_MAX {
-            return Ok(Self::of(body));
+            return Ok(Self::of(kind, body));
         }
-        let body = body.clone();
-        let read = blocking::run(move || Self::of(&body)).await;
+        let (kind, body) = (kind.to_owned(), body.clone());
+        let read = blocking::run(move || Self::of(&kind, &body)).await;
         read.map_err(|_| ProxyError::Internal("reading the body failed"))
     }
 
-    fn of(body: &[u8]) -> Self {
+    /// `content_type`: empty if the client sent none.
+    fn of(content_type: &str, body: &[u8]) -> Self {
         if body.is_empty() {
             return Self::default();
+        }
+        if let Some(model) = openai::form_field(content_type, body, "model") {
+            return Self {
+                model: Some(model.to_owned()),
+                previous: None,
+            };
         }
         serde_json::from_slice(body).unwrap_or_default()
     }
@@ -247,7 +256,7 @@ mod tests {
             (b"[]", None),
             (b"", None),
         ] {
-            assert_eq!(RoutedFields::of(body).model.as_deref(), model);
+            assert_eq!(RoutedFields::of("", body).model.as_deref(), model);
         }
     }
 
@@ -256,7 +265,7 @@ mod tests {
     fn a_value_that_is_no_string_is_not_read_as_a_tree() {
         let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
         let body = format!(r#"{{"model":{deep},"previous_response_id":{deep},"model":"m"}}"#);
-        let fields = RoutedFields::of(body.as_bytes());
+        let fields = RoutedFields::of("", body.as_bytes());
         assert_eq!(fields.model.as_deref(), Some("m"));
         assert_eq!(fields.previous, None);
     }

@@ -91,6 +91,42 @@ async fn the_only_model_need_not_be_named() {
     world.until_quiet().await;
 }
 
+/// A form names its model behind the file, which is larger than what is read in the request's task.
+#[tokio::test]
+async fn a_form_is_routed_by_its_model_and_passes_unchanged() {
+    let engines = [Engine::start().await, Engine::start().await];
+    let world = World::with(&[&engines[0]]).await;
+    world.add_serving(1, &engines[1], "whisper");
+    let file = "RIFF\r\n--b\r\n".repeat(4_000);
+    let form = |model: &str| {
+        let head = "Content-Disposition: form-data; name=";
+        format!(
+            "--b0\r\n{head}\"file\"; filename=\"a.wav\"\r\n\r\n{file}\r\n\
+             --b0\r\n{head}\"model\"\r\n\r\n{model}\r\n--b0--\r\n"
+        )
+    };
+    let send = async |path: &str, body: &str| {
+        let request = world.request(Method::POST, path).body(body.to_owned());
+        let kind = "multipart/form-data; boundary=b0";
+        request.header("content-type", kind).send().await.unwrap()
+    };
+    let asked = || [engines[0].asked(), engines[1].asked()];
+    for path in ["/v1/audio/transcriptions", "/v1/audio/translations"] {
+        let before = asked();
+        for model in ["m", "whisper", "whisper"] {
+            assert_eq!(send(path, &form(model)).await.status(), 200, "{model}");
+        }
+        assert_eq!(asked(), [before[0] + 1, before[1] + 2]);
+        assert_eq!(engines[1].last().body, form("whisper"));
+    }
+    let response = send("/v1/audio/transcriptions", &form("none")).await;
+    assert_eq!(response.status(), 404);
+    world::assert_error(response, "model_not_found").await;
+    let response = send("/v1/audio/transcriptions", "--b0--\r\n").await;
+    world::assert_error(response, "missing_model").await;
+    world.until_quiet().await;
+}
+
 #[tokio::test]
 async fn web_pages_of_named_origins_may_call() {
     let engine = Engine::start().await;
