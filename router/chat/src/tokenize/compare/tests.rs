@@ -124,6 +124,9 @@ fn compare_families(texts: usize, seed: u64) {
             let whole = tokenizer.encode(&text, SpecialTokens::Omit);
             panic!("{name}: {text:?}\n reference {ids:?}\n cut {ours:?}\n whole {whole:?}");
         }
+        // A text that one of the two refuses is not compared.
+        let compared = tokenizer.comparison_counts().equal;
+        assert_eq!(compared, texts as u64, "{name}");
     }
 }
 
