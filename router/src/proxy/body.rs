@@ -1,4 +1,4 @@
-//! Request bodies and the memory of prompt work, which share one budget. Bodies are read whole
+//! Request heads and bodies, and the memory of prompt work, which share one budget. Bodies are read whole
 //! (they are hashed, and sent again after a failure), each up to a limit and in bounded time.
 //!
 //! A refused body is read on and discarded in the background for a while: a client that writes all
@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, BodyDataStream};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt as _;
@@ -48,7 +49,10 @@ const DISCARDS_MAX: usize = 64;
 /// Largest first allocation, whatever `Content-Length` claims.
 const FIRST_RESERVE: usize = 1 << 20;
 
-/// The budget for the bytes of all request bodies, charged as they arrive, and of prompt work.
+/// Memory of one header besides its bytes.
+const HEADER_ENTRY: usize = 100;
+
+/// The budget for the bytes of all requests, charged as they arrive, and of prompt work.
 #[derive(Clone)]
 pub(crate) struct BodyBudget {
     common: Arc<Semaphore>,
@@ -62,7 +66,7 @@ pub(crate) struct BodyBudget {
     force: CancellationToken,
 }
 
-/// A whole body and its share of the budget.
+/// A whole body and its share of the budget, which has the request's head too.
 #[derive(Clone, Debug)]
 pub(crate) struct BufferedBody {
     pub bytes: Bytes,
@@ -76,6 +80,8 @@ pub(crate) struct BufferedBody {
 pub(crate) struct BudgetShare {
     common: Option<OwnedSemaphorePermit>,
     reserved: Option<OwnedSemaphorePermit>,
+    /// Bytes of the request's head among them.
+    head: usize,
     size: BodySize,
     held: IntGauge,
 }
@@ -133,18 +139,19 @@ impl BodyBudget {
         }
     }
 
-    /// Reads the whole body. An encoded body is refused: the router would read other bytes than an
-    /// engine that decodes it.
+    /// Reads the whole body of a request whose head has `head` bytes. An encoded body is refused: the
+    /// router would read other bytes than an engine that decodes it.
     pub(crate) async fn read(
         &self,
         headers: &HeaderMap,
+        head: usize,
         body: Body,
     ) -> Result<BufferedBody, ProxyError> {
         let mut pieces = body.into_data_stream();
         let read = match content_length(headers) {
             _ if is_encoded(headers) => Err(ProxyError::BodyEncoded),
             Some(length) if length > self.body_max as u64 => Err(self.too_large()),
-            length => self.collect(&mut pieces, length).await,
+            length => self.collect(&mut pieces, head, length).await,
         };
         match &read {
             // Such a client may never end its body.
@@ -165,10 +172,13 @@ impl BodyBudget {
     async fn collect(
         &self,
         pieces: &mut BodyDataStream,
+        head: usize,
         length: Option<u64>,
     ) -> Result<BufferedBody, ProxyError> {
         let claimed = length.map_or(0, |length| usize::try_from(length).unwrap_or(usize::MAX));
         let mut share = self.share(claimed);
+        share.head = head;
+        self.take(&mut share, head)?;
         let mut pace = BodyPace::new(Instant::now());
         let first = self.next(pieces, &mut pace, &share).await?;
         let first = first.unwrap_or_default();
@@ -211,7 +221,7 @@ impl BodyBudget {
             };
             let now = Instant::now();
             let bytes = piece.as_ref().map_or(0, Bytes::len);
-            let in_time = pace.keeps(share.held_bytes(), bytes, now);
+            let in_time = pace.keeps(share.body_bytes(), bytes, now);
             match piece {
                 _ if !in_time => return Err(ProxyError::BodyTimeout),
                 None if now >= piece_end => return Err(ProxyError::BodyTimeout),
@@ -230,6 +240,7 @@ impl BodyBudget {
         BudgetShare {
             common: None,
             reserved: None,
+            head: 0,
             size,
             held: self.held.clone(),
         }
@@ -255,7 +266,7 @@ impl BodyBudget {
 
     /// Puts other bytes in a body's place, and charges what they are longer.
     pub(super) fn replace(&self, body: &mut BufferedBody, bytes: Bytes) -> Result<(), ProxyError> {
-        let more = bytes.len().saturating_sub(body.share.held_bytes());
+        let more = bytes.len().saturating_sub(body.share.body_bytes());
         let share = self.charge(more).ok_or(ProxyError::BuffersFull)?;
         body.added = Some(Arc::new(share));
         body.bytes = bytes;
@@ -264,7 +275,7 @@ impl BodyBudget {
 
     /// More bytes for a body. Does not wait: two bodies that hold bytes would wait for each other.
     fn take(&self, share: &mut BudgetShare, bytes: usize) -> Result<(), ProxyError> {
-        if share.held_bytes() + bytes > SMALL_BYTES_MAX {
+        if share.body_bytes() + bytes > SMALL_BYTES_MAX {
             share.size = BodySize::Large;
         }
         match share.size {
@@ -304,6 +315,10 @@ impl BodyBudget {
 }
 
 impl BudgetShare {
+    fn body_bytes(&self) -> usize {
+        self.held_bytes().saturating_sub(self.head)
+    }
+
     fn held_bytes(&self) -> usize {
         let permits = [&self.common, &self.reserved].into_iter().flatten();
         permits.map(OwnedSemaphorePermit::num_permits).sum()
@@ -338,6 +353,18 @@ impl BodyPace {
         }
         now < self.body_end && (is_small || !is_slow)
     }
+}
+
+/// Memory of a request's head: its bytes, and an entry of the map for each header.
+pub(super) fn head_bytes(head: &Parts) -> usize {
+    let path = head
+        .uri
+        .path_and_query()
+        .map_or(0, |path| path.as_str().len());
+    let headers = head.headers.iter();
+    headers.fold(path, |bytes, (name, value)| {
+        bytes + name.as_str().len() + value.len() + HEADER_ENTRY
+    })
 }
 
 fn acquire(from: &Arc<Semaphore>, bytes: usize) -> Result<OwnedSemaphorePermit, ProxyError> {

@@ -56,7 +56,7 @@ use crate::settings::LiveSettings;
 use crate::shared_core::SharedCore;
 use crate::tenants::{TenantVisit, Tenants};
 use crate::tokenizers::Tokenizers;
-use body::BufferedBody;
+use body::{BufferedBody, head_bytes};
 use call::Call;
 use generate::INLINE_BYTES_MAX;
 
@@ -93,7 +93,10 @@ impl App {
         head: &Parts,
         body: Body,
     ) -> Result<BufferedBody, ProxyError> {
-        let mut body = self.bodies.read(&head.headers, body).await?;
+        let mut body = self
+            .bodies
+            .read(&head.headers, head_bytes(head), body)
+            .await?;
         let path = head.uri.path();
         let ruled = |visit: &&Arc<TenantVisit>| visit.changes_body(&head.method, path);
         let Some(visit) = call.tenant().filter(ruled) else {

@@ -39,6 +39,10 @@ const MEMORY_OF_BYTE_MAX: usize = 12;
 /// ... unless they are small.
 const MEMORY_ALLOWED: usize = 8 << 20;
 
+/// Memory for each token id of a client until its prompt is hashed: a list that grows, its copy, and
+/// the ids as bytes.
+const MEMORY_OF_ID: usize = 16;
+
 /// Largest text that is compared with the reference encoder.
 const SAMPLE_BYTES_MAX: usize = 64 << 10;
 
@@ -186,7 +190,14 @@ pub(super) fn begin(
     inputs: &PlanInputs,
     limits: &WorkLimits<'_>,
 ) -> Result<Planning, ProxyError> {
-    let mut parsed = openai::parse(route, body)?;
+    let mut ids_memory = None;
+    let mut parsed = openai::parse_admitted(route, body, &mut |ids| match limits.budget {
+        Some(budget) if ids > 0 => {
+            ids_memory = budget.charge(ids.saturating_mul(MEMORY_OF_ID));
+            ids_memory.is_some()
+        }
+        Some(_) | None => true,
+    })?;
     if parsed.info.model.is_none() {
         let previous = parsed.info.previous_response.as_deref();
         parsed.info.model = previous.and_then(|id| (inputs.answer_models)(id));

@@ -40,9 +40,11 @@ pub struct CompletionParts<'a> {
     pub special_tokens: SpecialTokens,
 }
 
+/// `admits_ids`: whether there is memory for so many token ids.
 pub(super) fn read<'a>(
     fields: &BodyFields<'a>,
     opaque: &mut FirstOpaque,
+    admits_ids: &mut dyn FnMut(usize) -> bool,
 ) -> Result<CompletionParts<'a>, OpenAiError> {
     let embeds = fields.has("prompt_embeds");
     if embeds {
@@ -52,7 +54,7 @@ pub(super) fn read<'a>(
         opaque.set(OpaqueReason::Suffix);
     }
     let prompts = match fields.raw("prompt") {
-        Some(raw) if has_too_many(raw.get()) => {
+        Some(raw) if has_too_many(raw.get()) || !admits_ids(ids_max(raw.get())) => {
             opaque.set(OpaqueReason::PromptMemory);
             PromptList::Texts(Vec::new())
         }
@@ -81,6 +83,17 @@ fn has_too_many(json: &str) -> bool {
         Some([b'"', ..]) => values_max(json) > VALUES_ALLOWED,
         Some([b'[', ..]) => lists() > VALUES_ALLOWED,
         Some(_) | None => false,
+    }
+}
+
+/// At least the token ids of the prompts; 0 for texts.
+fn ids_max(json: &str) -> usize {
+    let list = json.strip_prefix('[').map(str::trim_start);
+    match list {
+        Some(list) if !list.starts_with('"') => {
+            memchr::memchr_iter(b',', list.as_bytes()).count() + 1
+        }
+        Some(_) | None => 0,
     }
 }
 

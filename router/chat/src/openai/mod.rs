@@ -26,7 +26,9 @@ pub use error::{ErrorType, OpenAiError};
 pub use form::form_field;
 pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn, impose};
 pub use prompt_slot::PromptSlot;
-pub use request::{OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse};
+pub use request::{
+    OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse, parse_admitted,
+};
 pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};
 pub use sse::{SseEvent, SseSplitter, StreamObserver};
 pub use usage::TokenUsage;

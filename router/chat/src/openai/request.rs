@@ -111,6 +111,16 @@ pub struct ParsedRequest<'a> {
 
 /// Parses the body of a request.
 pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenAiError> {
+    parse_admitted(route, body, &mut |_| true)
+}
+
+/// Like [`parse`]. `admits_ids` is asked for memory before so many token ids are read; without it
+/// the prompt is opaque.
+pub fn parse_admitted<'b>(
+    route: PromptRoute,
+    body: &'b [u8],
+    admits_ids: &mut dyn FnMut(usize) -> bool,
+) -> Result<ParsedRequest<'b>, OpenAiError> {
     let names = match route {
         PromptRoute::ChatCompletions => chat::FIELDS,
         PromptRoute::Completions => completion::FIELDS,
@@ -121,7 +131,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
     let model = fields.text("model")?.filter(|model| !model.is_empty());
     let mut opaque = FirstOpaque::default();
     let prompt = if route == PromptRoute::Completions {
-        PromptSource::Completion(completion::read(&fields, &mut opaque)?)
+        PromptSource::Completion(completion::read(&fields, &mut opaque, admits_ids)?)
     } else {
         PromptSource::Chat(chat::read(&fields, &mut opaque)?)
     };

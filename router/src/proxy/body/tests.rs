@@ -25,7 +25,10 @@ fn length(bytes: u64) -> HeaderMap {
 #[tokio::test]
 async fn a_body_in_pieces_is_joined_and_returns_its_bytes() {
     let budget = budget(100, 50);
-    let read = budget.read(&HeaderMap::new(), pieces(5, 10)).await.unwrap();
+    let read = budget
+        .read(&HeaderMap::new(), 0, pieces(5, 10))
+        .await
+        .unwrap();
     assert_eq!(read.bytes.len(), 50);
     assert_eq!(budget.held.get(), 50);
     drop(read);
@@ -37,7 +40,7 @@ async fn a_body_in_pieces_is_joined_and_returns_its_bytes() {
 #[tokio::test]
 async fn a_claim_beyond_the_limit_is_refused_before_a_byte_is_read() {
     let budget = budget(100, 50);
-    let error = budget.read(&length(51), pieces(0, 0)).await.unwrap_err();
+    let error = budget.read(&length(51), 0, pieces(0, 0)).await.unwrap_err();
     assert_eq!(error, ProxyError::TooLarge { max: 50 });
 }
 
@@ -45,7 +48,10 @@ async fn a_claim_beyond_the_limit_is_refused_before_a_byte_is_read() {
 async fn a_body_without_a_length_is_refused_where_it_passes_the_limit() {
     let budget = budget(1000, 50);
     let endless = pieces(1_000_000, 10);
-    let error = budget.read(&HeaderMap::new(), endless).await.unwrap_err();
+    let error = budget
+        .read(&HeaderMap::new(), 0, endless)
+        .await
+        .unwrap_err();
     assert_eq!(error, ProxyError::TooLarge { max: 50 });
     assert_eq!(budget.held.get(), 0);
 }
@@ -62,7 +68,7 @@ async fn an_encoded_body_is_refused() {
         for encoding in encodings {
             headers.append(header::CONTENT_ENCODING, encoding.parse().unwrap());
         }
-        let read = budget.read(&headers, pieces(1, 10)).await;
+        let read = budget.read(&headers, 0, pieces(1, 10)).await;
         let is_encoded = matches!(read, Err(ProxyError::BodyEncoded));
         assert_eq!(is_encoded, is_refused, "{encodings:?}");
     }
@@ -71,18 +77,21 @@ async fn an_encoded_body_is_refused() {
 #[tokio::test]
 async fn bodies_together_are_bounded() {
     let budget = budget(60, 50);
-    let first = budget.read(&length(40), pieces(1, 40)).await.unwrap();
-    let refused = budget.read(&length(40), pieces(1, 40)).await.unwrap_err();
+    let first = budget.read(&length(40), 0, pieces(1, 40)).await.unwrap();
+    let refused = budget
+        .read(&length(40), 0, pieces(1, 40))
+        .await
+        .unwrap_err();
     assert_eq!(refused, ProxyError::BuffersFull);
     drop(first);
-    assert!(budget.read(&length(40), pieces(1, 40)).await.is_ok());
+    assert!(budget.read(&length(40), 0, pieces(1, 40)).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_body_that_stalls_is_given_up() {
     let budget = budget(100, 50);
     let stalled = Body::from_stream(stream::pending::<std::io::Result<Bytes>>());
-    let error = budget.read(&length(10), stalled).await.unwrap_err();
+    let error = budget.read(&length(10), 0, stalled).await.unwrap_err();
     assert_eq!(error, ProxyError::BodyTimeout);
 }
 
@@ -106,7 +115,7 @@ fn trickle(first: usize, bytes: usize, gap: Duration) -> Body {
 
 async fn time_of_refusal(budget: &BodyBudget, body: Body) -> Duration {
     let started = Instant::now();
-    let error = budget.read(&HeaderMap::new(), body).await.unwrap_err();
+    let error = budget.read(&HeaderMap::new(), 0, body).await.unwrap_err();
     assert_eq!(error, ProxyError::BodyTimeout);
     assert_eq!(budget.held.get(), 0);
     started.elapsed()
@@ -137,23 +146,56 @@ async fn every_body_ends_after_the_total_time() {
 async fn large_bodies_that_fill_the_budget_leave_a_reserve_for_small_ones() {
     let budget = budget(8 << 20, 1 << 20);
     let mut large = Vec::new();
-    while let Ok(body) = budget.read(&length(1 << 20), pieces(1, 1 << 20)).await {
+    while let Ok(body) = budget.read(&length(1 << 20), 0, pieces(1, 1 << 20)).await {
         large.push(body);
     }
     assert_eq!(large.len(), 7);
-    let small = budget.read(&length(1000), pieces(1, 1000)).await.unwrap();
-    let unannounced = budget.read(&HeaderMap::new(), pieces(4, 1000)).await;
+    let small = budget
+        .read(&length(1000), 0, pieces(1, 1000))
+        .await
+        .unwrap();
+    let unannounced = budget.read(&HeaderMap::new(), 0, pieces(4, 1000)).await;
     assert_eq!(unannounced.unwrap().bytes.len(), 4000);
     for (headers, pieces) in [
         (length(80_000), pieces(8, 10_000)),
         (HeaderMap::new(), pieces(8, 10_000)),
     ] {
-        let refused = budget.read(&headers, pieces).await.unwrap_err();
+        let refused = budget.read(&headers, 0, pieces).await.unwrap_err();
         assert_eq!(refused, ProxyError::BuffersFull);
     }
     drop((large, small));
     assert_eq!(budget.held.get(), 0);
     assert_eq!(budget.reserve.available_permits(), 1 << 20);
+}
+
+/// Its bytes are no body's: they count neither for its pace nor as large.
+#[tokio::test]
+async fn heads_are_charged_with_their_bodies() {
+    let budget = budget(10_000, 5_000);
+    let read = budget
+        .read(&length(10), 4_000, pieces(1, 10))
+        .await
+        .unwrap();
+    assert_eq!(budget.held.get(), 4_010);
+    let mut other = budget
+        .read(&length(10), 4_000, pieces(1, 10))
+        .await
+        .unwrap();
+    let refused = budget.read(&length(10), 4_000, pieces(1, 10)).await;
+    assert_eq!(refused.unwrap_err(), ProxyError::BuffersFull);
+    budget.replace(&mut other, vec![0; 20].into()).unwrap();
+    assert_eq!(budget.held.get(), 8_030);
+    drop((read, other));
+    assert_eq!(budget.held.get(), 0);
+}
+
+#[test]
+fn a_head_has_its_path_and_headers() {
+    let request = axum::http::Request::builder()
+        .uri("/a?b")
+        .header("name", "value");
+    let (head, ()) = request.body(()).unwrap().into_parts();
+    assert_eq!(head_bytes(&head), 4 + 9 + HEADER_ENTRY);
 }
 
 /// A body that outgrows the reserve returns what it took from it.
@@ -189,7 +231,7 @@ fn what_can_be_left_out_leaves_half_of_the_budget_free() {
 #[tokio::test]
 async fn a_longer_body_in_place_of_the_clients_is_charged() {
     let budget = budget(80_000, 1_000);
-    let mut body = budget.read(&length(100), pieces(1, 100)).await.unwrap();
+    let mut body = budget.read(&length(100), 0, pieces(1, 100)).await.unwrap();
     budget.replace(&mut body, vec![0; 300].into()).unwrap();
     assert_eq!((body.bytes.len(), budget.held.get()), (300, 300));
     let all = budget.common.available_permits();

@@ -431,6 +431,35 @@ fn prompt_work_is_charged_to_the_budget_of_bodies() {
     assert!(large.charge(1_200_000).is_some());
 }
 
+/// Before they are read: the ids of `[1,1` take several times its bytes.
+#[test]
+fn token_ids_are_charged_to_the_budget_of_bodies() {
+    let mut inputs = with_tokenizer();
+    inputs.policy = Policy::Kv;
+    let ids = vec!["1"; 10_000].join(",");
+    let bodies = [
+        format!(r#"{{"model":"m","max_tokens":1,"prompt":[{ids}]}}"#),
+        format!(r#"{{"model":"m","max_tokens":1,"prompt":[[{ids}]]}}"#),
+    ];
+    for body in &bodies {
+        let why = |budget: &BodyBudget| {
+            let limits = WorkLimits {
+                budget: Some(budget),
+                is_cancelled: &|| false,
+            };
+            let begun = begin(PromptRoute::Completions, body.as_bytes(), &inputs, &limits);
+            match begun.unwrap() {
+                Planning::Ready(plan) => plan.unhashed,
+                Planning::Encoding(_) => panic!("ids are not encoded"),
+            }
+        };
+        assert_eq!(why(&budget(159_999)), Some("prompt_memory"));
+        let enough = budget(160_000);
+        assert_eq!(why(&enough), None);
+        assert_eq!(enough.free_bytes(), 160_000);
+    }
+}
+
 #[test]
 fn a_prompt_of_many_small_values_is_not_rendered() {
     let inputs = with_tokenizer();
@@ -469,7 +498,7 @@ async fn work_ends_when_the_client_has_gone() {
     assert_eq!(plan.unhashed, Some("template_failed"));
     let budget = budget(16 << 20);
     let headers = HeaderMap::new();
-    let body = budget.read(&headers, body.into()).await.unwrap();
+    let body = budget.read(&headers, 0, body.into()).await.unwrap();
     let route = PromptRoute::ChatCompletions;
     let (mut job, planned) = PlanJob::new(route, body, inputs, budget);
     assert_eq!((job.step(), job.step()), (TaskState::More, TaskState::More));
