@@ -158,12 +158,15 @@ impl Fleet {
         self.changes.subscribe()
     }
 
-    /// At most `max` workers that can answer.
-    pub(crate) fn serving(&self, max: usize) -> Vec<WorkerId> {
+    /// At most `max` workers that can answer, with their URLs.
+    pub(crate) fn serving(&self, max: usize) -> Vec<(WorkerId, String)> {
         let state = self.state();
         let serving = state.workers().filter(|worker| worker.serves());
-        let ids = serving.map(|worker| worker.entry.worker.clone());
-        ids.take(max).collect()
+        let addresses = serving.map(|worker| {
+            let entry = &worker.entry;
+            (entry.worker.clone(), entry.url.clone())
+        });
+        addresses.take(max).collect()
     }
 
     /// A model that the worker serves.

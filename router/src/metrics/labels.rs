@@ -197,7 +197,7 @@ label! {
         Connect = "connect",
         /// The engine closed the connection before it answered.
         Broken = "broken",
-        /// The engine sent no output within `first_token_timeout_secs`.
+        /// The engine sent no output, or no head, in time.
         Silent = "silent",
         /// The engine answered 502 or 503.
         Status = "status",

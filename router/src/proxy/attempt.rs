@@ -5,15 +5,15 @@
 //! milliseconds at most. Engines send heads long before their first token, and a client that has a
 //! head cannot be served by another engine. With `first_token_timeout_secs` the head of a stream is
 //! held back for the same reason until its first byte or that time, and with `resume_streams` that
-//! of a stream that can be resumed, until its first byte.
+//! of a stream that can be resumed, until its first byte. The head of any other answer is waited for
+//! up to `engines.answer_timeout_secs`.
 
 use std::time::Duration;
 
-use axum::http::{Method, StatusCode};
+use axum::http::StatusCode;
 use bytes::Bytes;
 
 use super::App;
-use super::engine_client::Resend;
 use super::forward::{ForwardedRequest, Routing};
 use crate::fleet::TrackedRequest;
 use crate::metrics::{CancelPhase, Metrics};
@@ -50,9 +50,9 @@ pub(super) enum AttemptError {
 struct HeadWait {
     /// After so long the prefill counts as ended, where no token will show it.
     predicted: Option<Duration>,
-    /// Longest time to the first byte of a stream's body, which is waited for.
-    first_token_max: Option<Duration>,
-    /// The first byte is waited for, however long.
+    /// Longest time to the answer's head, of a stream to the first byte of its body.
+    silent_max: Option<Duration>,
+    /// The first byte of a stream is waited for.
     holds_head: bool,
 }
 
@@ -70,22 +70,21 @@ impl App {
         routing: &Routing,
         placement: &mut Placement,
     ) -> Result<EngineHead, AttemptError> {
-        // Any other request may have effects that are not to be had twice.
-        let resend = match request.method {
-            Method::GET | Method::HEAD => Resend::Allowed,
-            _ if routing.movable => Resend::Allowed,
-            _ => Resend::Never,
-        };
         loop {
             let predicted = placement.decision.predicted_ttft;
-            let first_token_max = self.settings.current().first_token_timeout();
+            let settings = self.settings.current();
+            let first_token_max = settings.first_token_timeout();
             let limits = HeadWait {
                 predicted: (!routing.streaming).then_some(predicted),
-                first_token_max: first_token_max.filter(|_| routing.streaming),
-                holds_head: routing.holds_head,
+                silent_max: if routing.streaming {
+                    first_token_max
+                } else {
+                    settings.answer_timeout().or(routing.head_max)
+                },
+                holds_head: routing.holds_head || routing.streaming && first_token_max.is_some(),
             };
             let addressed = self.addressed(request, &placement.decision)?;
-            let sent = self.engines.send(addressed, resend);
+            let sent = self.engines.send(addressed);
             let cancel = CancelCount::armed(&self.metrics, routing.cancel);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
             let waited = wait_for_head(sent, limits, placement, moves).await;
@@ -130,8 +129,8 @@ async fn wait_for_head(
     placement: &mut Placement,
     mut moves: impl FnMut(&mut Placement) -> bool,
 ) -> Waited {
-    let holds_head = limits.holds_head || limits.first_token_max.is_some();
-    let (prefill_end, silent) = (pause(limits.predicted), pause(limits.first_token_max));
+    let holds_head = limits.holds_head;
+    let (prefill_end, silent) = (pause(limits.predicted), pause(limits.silent_max));
     tokio::pin!(sent, prefill_end, silent);
     let mut held: Option<reqwest::Response> = None;
     let mut in_prefill = true;

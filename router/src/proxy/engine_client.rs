@@ -44,13 +44,6 @@ enum Connection {
     Reused,
 }
 
-/// Whether a request may reach an engine twice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Resend {
-    Allowed,
-    Never,
-}
-
 #[derive(Clone)]
 pub(crate) struct EngineClient {
     pooled: Client,
@@ -119,11 +112,8 @@ impl EngineClient {
     }
 
     /// Sends a request and waits for the head of the answer.
-    pub(super) async fn send(&self, request: Request, resend: Resend) -> reqwest::Result<Response> {
-        let copy = match resend {
-            Resend::Allowed => request.try_clone(),
-            Resend::Never => None,
-        };
+    pub(super) async fn send(&self, request: Request) -> reqwest::Result<Response> {
+        let copy = request.try_clone();
         let began = Instant::now();
         let sent = async {
             let response = self.pooled.execute(request).await;

@@ -7,6 +7,7 @@
 //! did not begin to serve the request. Any other answer of an engine is the answer.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
@@ -54,6 +55,8 @@ pub(super) struct Routing {
     /// The head is held back until the first byte of a stream's body, so that another worker can
     /// take the request until then.
     pub holds_head: bool,
+    /// Longest wait for the head of an answer that no model generates, unless the settings have one.
+    pub head_max: Option<Duration>,
     /// The request may be aborted on one worker and sent to another.
     pub movable: bool,
     /// How a client that leaves before the answer's head counts; `None`: the stream that the request

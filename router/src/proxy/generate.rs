@@ -103,8 +103,7 @@ async fn serve(
     if unhashed.is_none() {
         call.report.step(TraceStep::QueryIndex, asked);
     }
-    let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
-    let owner = owner.transpose()?.flatten();
+    let owner = app.previous_worker(call, &parts.headers, previous).await?;
     let session = headers::session(&parts.headers).or_else(|| prompt.session());
     let request = ForwardedRequest {
         method: parts.method,
@@ -118,6 +117,7 @@ async fn serve(
         index,
         streaming,
         holds_head: resume.is_some(),
+        head_max: None,
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
         cancel: Some(CancelPhase::BeforeHead),

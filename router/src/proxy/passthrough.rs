@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::Request;
 use axum::http::request::Parts;
@@ -29,6 +30,10 @@ use crate::openai::{self, OpenAiError};
 use crate::route::Prompt;
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::spans::TraceStep;
+
+/// Longest wait for the head of an answer that takes an engine some milliseconds. Above the pauses of
+/// an engine whose process loads an adapter or collects garbage.
+const BRIEF_MAX: Duration = Duration::from_secs(60);
 
 /// The workers that may get a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,11 +69,8 @@ pub(super) async fn forward(
         model: named,
         previous,
     } = RoutedFields::read(&parts.headers, body).await?;
-    let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
-    let target = match owner.transpose()?.flatten() {
-        Some(worker) => Target::Only(worker),
-        None => target,
-    };
+    let owner = app.previous_worker(call, &parts.headers, previous).await?;
+    let target = owner.map_or(target, Target::Only);
     let model = loop {
         match served_model(app, call, parts, named.clone(), &target) {
             Ok(model) => break model,
@@ -112,6 +114,7 @@ pub(super) async fn forward(
         index: None,
         streaming: false,
         holds_head: false,
+        head_max: is_brief(parts.uri.path()).then_some(BRIEF_MAX),
         // Such a request may have effects that an abort leaves half done.
         movable: false,
         cancel: Some(CancelPhase::BeforeHead),
@@ -128,6 +131,13 @@ pub(super) async fn forward(
 /// `/v1/responses/{id}` and its cancel.
 fn is_stored(uri: &Uri) -> bool {
     uri.path().starts_with("/v1/responses/") && !uri.path().ends_with("/render")
+}
+
+/// Whether an engine answers without its model.
+fn is_brief(path: &str) -> bool {
+    let ends = ["tokenize", "/render", "/count_tokens"];
+    let is_stored = path.starts_with("/v1/responses/");
+    is_stored || path == "/version" || ends.iter().any(|end| path.ends_with(end))
 }
 
 /// Forms and files have bytes that are no text.

@@ -154,6 +154,7 @@ impl ResumableAnswer {
             prompt: Arc::new(plan.prompt),
             index,
             streaming: true,
+            head_max: None,
             holds_head: true,
             movable: true,
             cancel: None,

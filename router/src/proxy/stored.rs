@@ -1,16 +1,21 @@
 //! Answers that engines store: `/v1/responses/{id}` and its cancel go to the worker that has them.
 //!
-//! The router learns the worker of an id from the beginning of each answer to `/v1/responses`. An
-//! id that it does not know (from before a restart, or of another router) is asked for at one
-//! worker after the other, up to [`WORKERS_ASKED_MAX`].
+//! The router learns the worker of an id from the beginning of each answer to `/v1/responses`. It
+//! asks for an id that it does not know (from before a restart, or of another router) with a `GET` at
+//! up to [`WORKERS_ASKED_MAX`] workers, and keeps the one that has it. An id that no worker has costs
+//! a request at each of them: [`SEARCHES_MAX`] bounds how many ids are asked for at a time.
 
 use std::collections::{HashMap, VecDeque};
+use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use axum::extract::{Request, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
+use futures_util::{StreamExt as _, stream};
+use tokio::sync::Semaphore;
 use warmroute_process::access::keys::KeyId;
 use warmroute_proto::WorkerId;
 
@@ -34,9 +39,30 @@ const SEARCHED_BYTES: usize = 512;
 /// Workers that are asked for an unknown id.
 const WORKERS_ASKED_MAX: usize = 64;
 
+/// Workers that are asked at a time.
+const ASKED_TOGETHER: usize = 16;
+
+/// Longest wait for a worker's answer.
+const ASKED_FOR_MAX: Duration = Duration::from_secs(5);
+
+/// Ids that are asked for at a time. Further requests wait for their turn.
+const SEARCHES_MAX: usize = 16;
+
 /// The worker and the tenant of each answer.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct StoredResponses(Arc<Mutex<OwnerTable>>);
+#[derive(Clone, Debug)]
+pub(crate) struct StoredResponses {
+    table: Arc<Mutex<OwnerTable>>,
+    searches: Arc<Semaphore>,
+}
+
+impl Default for StoredResponses {
+    fn default() -> Self {
+        Self {
+            table: Arc::default(),
+            searches: Arc::new(Semaphore::new(SEARCHES_MAX)),
+        }
+    }
+}
 
 #[derive(Debug, Default)]
 struct OwnerTable {
@@ -69,9 +95,12 @@ impl StoredResponses {
 
     /// Takes the beginning of an answer to `/v1/responses`.
     pub(super) fn learn(&self, owner: AnswerOwner, beginning: &[u8]) {
-        let Some(id) = response_id(beginning) else {
-            return;
-        };
+        if let Some(id) = response_id(beginning) {
+            self.keep(owner, id);
+        }
+    }
+
+    fn keep(&self, owner: AnswerOwner, id: &str) {
         let id: Arc<str> = id.into();
         let mut table = self.table();
         // A client can choose the id of its answer.
@@ -90,7 +119,7 @@ impl StoredResponses {
     }
 
     fn table(&self) -> MutexGuard<'_, OwnerTable> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -102,12 +131,79 @@ fn response_id(beginning: &[u8]) -> Option<&str> {
     let value = searched[at + key.len()..].trim_ascii_start();
     let value = value.strip_prefix(b"\"")?;
     let end = value.iter().position(|byte| *byte == b'"')?;
-    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
-    let id = &value[..end];
-    if id.is_empty() || id.len() > ID_BYTES_MAX || !id.iter().all(is_plain) {
-        return None;
+    let id = std::str::from_utf8(&value[..end]).ok()?;
+    is_plain_id(id).then_some(id)
+}
+
+fn is_plain_id(id: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=ID_BYTES_MAX).contains(&id.len()) && id.bytes().all(is_plain)
+}
+
+impl App {
+    /// The worker that has an answer, asked of the workers if this router does not know it. Fails if
+    /// it is another tenant's.
+    async fn answer_worker(
+        &self,
+        call: &Call,
+        headers: &HeaderMap,
+        id: &str,
+    ) -> Result<Option<WorkerId>, ProxyError> {
+        let known = || self.stored.worker_for(id, call.tenant_name());
+        if let Some(worker) = known()? {
+            return Ok(Some(worker));
+        }
+        let searches = Arc::clone(&self.stored.searches);
+        let Ok(_turn) = searches.acquire_owned().await else {
+            return Ok(None);
+        };
+        // Another request may have found it.
+        if let Some(worker) = known()? {
+            return Ok(Some(worker));
+        }
+        let found = self.ask_for_answer(call, headers, id).await;
+        if let Some(worker) = &found {
+            let owner = AnswerOwner {
+                worker: worker.clone(),
+                tenant: call.tenant_name().cloned(),
+            };
+            self.stored.keep(owner, id);
+        }
+        Ok(found)
     }
-    std::str::from_utf8(id).ok()
+
+    /// The worker of the answer that a request goes on with, if it names one.
+    pub(super) async fn previous_worker(
+        &self,
+        call: &Call,
+        headers: &HeaderMap,
+        previous: Option<String>,
+    ) -> Result<Option<WorkerId>, ProxyError> {
+        match previous {
+            Some(id) => self.answer_worker(call, headers, &id).await,
+            None => Ok(None),
+        }
+    }
+
+    async fn ask_for_answer(&self, call: &Call, headers: &HeaderMap, id: &str) -> Option<WorkerId> {
+        if !is_plain_id(id) {
+            return None;
+        }
+        let mut headers = call.to_engine(headers.clone());
+        headers.remove(header::CONTENT_TYPE);
+        let ask = async |(worker, url): (WorkerId, String)| {
+            let mut headers = headers.clone();
+            self.engines.keys().authorize(&worker, &url, &mut headers);
+            let request = self.engines.pooled().get(format!("{url}/v1/responses/{id}"));
+            let request = request.headers(headers).timeout(ASKED_FOR_MAX);
+            // The head is enough; the connection ends with the rest.
+            let answer = request.send().await.ok()?;
+            (answer.status() == StatusCode::OK).then_some(worker)
+        };
+        let asked = stream::iter(self.fleet.serving(WORKERS_ASKED_MAX)).map(ask);
+        let mut found = asked.buffer_unordered(ASKED_TOGETHER).filter_map(ready);
+        found.next().await
+    }
 }
 
 /// `GET /v1/responses/{id}` and `POST /v1/responses/{id}/cancel`.
@@ -122,27 +218,18 @@ pub(super) async fn find(State(app): State<Arc<App>>, request: Request) -> Respo
     app.bodies.skip(&parts.headers, body);
     let body = Bytes::new();
     let id = parts.uri.path().split('/').nth(3).unwrap_or_default();
-    let workers = match app.stored.worker_for(id, call.tenant_name()) {
-        Ok(Some(worker)) => vec![worker],
-        Ok(None) => app.fleet.serving(WORKERS_ASKED_MAX),
+    let worker = match app.answer_worker(&call, &parts.headers, id).await {
+        Ok(found) => found,
         Err(error) => return call.refuse(&error),
     };
-    let mut not_found = None;
-    for worker in workers {
-        let target = Target::Only(worker);
-        match passthrough::forward(&app, &mut call, &parts, &body, target).await {
-            Ok(answer) if answer.head.response.status() == StatusCode::NOT_FOUND => {
-                not_found = Some(answer);
-            }
-            Ok(answer) => return respond_stored(&app, call, answer),
-            // The worker has left, or has no other usable source.
-            Err(ProxyError::NoWorker) => {}
-            Err(error) => return app.refuse(call, &error),
-        }
-    }
-    match not_found {
-        Some(answer) => respond_stored(&app, call, answer),
-        None => call.refuse(&ProxyError::NoWorker),
+    // An engine's own answer where no worker has it.
+    let any = || app.fleet.serving(1).pop().map(|(worker, _)| worker);
+    let Some(target) = worker.or_else(any).map(Target::Only) else {
+        return call.refuse(&ProxyError::NoWorker);
+    };
+    match passthrough::forward(&app, &mut call, &parts, &body, target).await {
+        Ok(answer) => respond_stored(&app, call, answer),
+        Err(error) => app.refuse(call, &error),
     }
 }
 

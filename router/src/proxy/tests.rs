@@ -385,21 +385,29 @@ async fn a_request_that_crashes_engines_on_pooled_connections_reaches_two() {
     world.until_quiet().await;
 }
 
-/// It may have effects.
+/// The body is held, so that each route's request can be sent again.
 #[tokio::test]
-async fn a_post_to_another_route_is_not_sent_to_an_engine_twice() {
-    let engine = Engine::closing_at_reuse().await;
-    let world = World::with(&[&engine]).await;
-    engine.connect(world.app.engines.pooled()).await;
-    let json = json!({"model": "m", "input": "x"});
-    let response = world.send("/v1/embeddings", &json).await;
-    assert_eq!(response.status(), 502);
-    assert_eq!(
-        world.metric("retries_total{reason=\"stale_connection\"}"),
-        0
-    );
-    assert_eq!(engine.asked(), 1, "the connection was made before");
-    world.until_quiet().await;
+async fn a_stale_connection_is_retried_on_each_route() {
+    let routes = [
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/audio/speech",
+        "/rerank",
+        "/tokenize",
+    ];
+    for path in routes {
+        let engine = Engine::closing_at_reuse().await;
+        let world = World::with(&[&engine]).await;
+        engine.connect(world.app.engines.pooled()).await;
+        let json = json!({"model": "m", "input": "x"});
+        let response = world.send(path, &json).await;
+        assert_eq!(response.status(), 200, "{path}");
+        let retries = world.metric("retries_total{reason=\"stale_connection\"}");
+        assert_eq!(retries, 1, "{path}");
+        assert_eq!(engine.asked(), 2, "{path}: the first made the connection");
+        world.until_quiet().await;
+    }
 }
 
 /// Workers whose circuit breakers count requests.

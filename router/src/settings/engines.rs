@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use axum::http::HeaderValue;
 use serde::Deserialize;
@@ -18,6 +19,7 @@ const FOREIGN_WAITING: NonZeroU32 = NonZeroU32::new(8).expect("it is not 0");
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct EngineSettings {
+    answer_timeout_secs: Seconds,
     authorization: AuthorizationRule,
     ca: PathBuf,
     key_file: PathBuf,
@@ -39,6 +41,7 @@ pub(super) struct EngineSettings {
 impl Default for EngineSettings {
     fn default() -> Self {
         Self {
+            answer_timeout_secs: Seconds(0),
             authorization: AuthorizationRule::Auto,
             ca: PathBuf::new(),
             key_file: PathBuf::new(),
@@ -148,6 +151,12 @@ impl Settings {
             foreign_waiting: engines.max_foreign_waiting.get(),
             kv_usage: f64::from(engines.max_kv_usage_percent.0) / 100.0,
         })
+    }
+
+    /// Longest time from sending a request that is no stream to its answer's head.
+    pub(crate) fn answer_timeout(&self) -> Option<Duration> {
+        let secs = self.engines.answer_timeout_secs.0;
+        (secs > 0).then(|| Duration::from_secs(secs))
     }
 
     /// The key of engines that have none of their own.

@@ -202,11 +202,37 @@ async fn a_stored_response_is_asked_of_the_worker_that_has_it() {
         assert_eq!(response.status(), if id == "resp_0" { 200 } else { 400 });
     }
     assert_eq!(engines[0].asked(), 6);
-    // Known to an engine, not to this router.
-    engines[1].stores("resp_x");
+    world.until_quiet().await;
+}
+
+/// Known to an engine, and not to this router: another one passed the answer on.
+#[tokio::test]
+async fn a_stored_response_of_another_router_is_found() {
+    let engines = [
+        Engine::start().await,
+        Engine::hung().await,
+        Engine::start().await,
+    ];
+    let world = World::with(&[&engines[0], &engines[1], &engines[2]]).await;
+    engines[2].stores("resp_x");
+    engines[2].stores("resp_y");
+    let next = json!({"model": "m", "previous_response_id": "resp_x"});
+    for _ in 0..3 {
+        assert_eq!(world.send("/v1/responses", &next).await.status(), 200);
+        assert_eq!(engines[2].last().path, "/v1/responses");
+    }
     assert_eq!(world.get("/v1/responses/resp_x").await.status(), 200);
-    assert_eq!(engines[1].last().path, "/v1/responses/resp_x");
-    assert_eq!(world.get("/v1/responses/resp_none").await.status(), 404);
+    // One question, and what it found.
+    assert_eq!(engines[2].asked(), 1 + 3 + 1);
+    let cancel = "/v1/responses/resp_y/cancel";
+    assert_eq!(world.send(cancel, &json!({})).await.status(), 200);
+    assert_eq!(engines[2].last().path, cancel);
+    assert!(engines[0].asked() <= 2, "one question for an id at most");
     assert_eq!(world.get("/v1/responses/a%2fb").await.status(), 404);
+    world.until_quiet().await;
+    let alone = Engine::start().await;
+    let world = World::with(&[&alone]).await;
+    assert_eq!(world.get("/v1/responses/resp_none").await.status(), 404);
+    assert_eq!(alone.asked(), 2, "a question, and the engine's own answer");
     world.until_quiet().await;
 }

@@ -119,6 +119,47 @@ async fn a_stream_without_a_first_token_goes_to_another_worker() {
     world.until_quiet().await;
 }
 
+/// An engine that hangs after accepting. What no model generates has a bound of its own.
+#[tokio::test(start_paused = true)]
+async fn an_answer_without_a_head_is_asked_of_another_worker() {
+    for (setting, path, secs) in [
+        ("", "/tokenize", 60),
+        ("", "/v1/messages/count_tokens", 60),
+        ("engines.answer_timeout_secs = 7", "/v1/embeddings", 7),
+        ("engines.answer_timeout_secs = 7", "/v1/completions", 7),
+        ("engines.answer_timeout_secs = 7", "/tokenize", 7),
+    ] {
+        let (hung, alive) = (Engine::hung().await, Engine::start().await);
+        let world = World::with(&[&hung, &alive]).await;
+        world.set(setting);
+        let began = tokio::time::Instant::now();
+        let sent = world.post(path, &json!({"model": "m", "prompt": [1]}));
+        let response = sent.timeout(Duration::from_secs(100)).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        assert_eq!(began.elapsed().as_secs(), secs, "{path}");
+        assert_eq!((hung.asked(), alive.asked()), (1, 1), "{path}");
+        assert_eq!(world.metric("retries_total{reason=\"silent\"}"), 1);
+        world.until_quiet().await;
+    }
+}
+
+/// A generation takes as long as it takes.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_a_model_generates_has_no_time_limit_by_default() {
+    let engine = Engine::hung().await;
+    let world = World::with(&[&engine]).await;
+    let day = Duration::from_secs(86_400);
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        let sent = world.post(path, &body(4)).timeout(day).send();
+        let mut waiting = Box::pin(sent);
+        let waited = tokio::time::timeout(day / 2, &mut waiting).await;
+        assert!(waited.is_err(), "{path}");
+        drop(waiting);
+    }
+    assert_eq!(engine.asked(), 2);
+    world.until_quiet().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_body_of_an_error_ends_in_bounded_time() {
     let engine = Engine::hanging_in_an_error().await;

@@ -258,6 +258,11 @@ impl Engine {
         Self::scripted(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 70\r\n\r\n{").await
     }
 
+    /// Answers no request, and keeps its connection open.
+    pub(super) async fn hung() -> Self {
+        Self::scripted(b"").await
+    }
+
     /// Answers each request with these bytes and keeps the connection open.
     pub(super) async fn scripted(answer: &'static [u8]) -> Self {
         let mut engine = Self::start().await;
