@@ -25,7 +25,7 @@ use crate::registry::{
 };
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
-use crate::tenant_use::TenantReport;
+use crate::tenant_use::{TenantLevels, TenantReport};
 use crate::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
 use crate::{Heartbeat, Record};
 
@@ -137,6 +137,7 @@ kinds! {
     ReplicaFaultsRequest = 33,
     ReplicaFaults = 34,
     RouterRefusals = 35,
+    TenantLevels = 36,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -53,5 +53,27 @@ pub struct UnitUse {
     pub claim: i64,
 }
 
+/// What is left of each tenant's limits as a router knows it, for routers that start. Sent while a
+/// router is new. Without rows from a router that starts itself: it knows nothing of them.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct TenantLevels {
+    pub router: RouterId,
+    /// Messages of the same report that follow.
+    pub following: u32,
+    pub tenants: Vec<TenantLevel>,
+}
+
+/// Units left of one tenant's limits; below zero: debt. `None`: no such limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct TenantLevel {
+    /// XXH3-64 of the tenant's name.
+    pub tenant: u64,
+    /// Requests of a second.
+    pub second: Option<i64>,
+    /// Requests of a minute.
+    pub minute: Option<i64>,
+    pub tokens: Option<i64>,
+}
+
 /// Most tenants in a report.
 pub const REPORTED_TENANTS_MAX: usize = 512;

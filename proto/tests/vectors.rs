@@ -38,7 +38,7 @@ use warmroute_proto::roster::{
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
 };
-use warmroute_proto::tenant_use::{TenantReport, TenantUse, UnitUse};
+use warmroute_proto::tenant_use::{TenantLevel, TenantLevels, TenantReport, TenantUse, UnitUse};
 use warmroute_proto::view::{
     ReplicaFaults, ReplicaFaultsRequest, SourceFault, SourceView, ViewPage, ViewPageRequest,
 };
@@ -278,6 +278,19 @@ fn golden_samples_of_replicas() {
             router: RouterId(*b"0123456789abcdef"),
             number: 8,
             tenants: vec![tenant],
+        },
+    );
+    golden(
+        "tenant_levels",
+        &TenantLevels {
+            router: RouterId(*b"0123456789abcdef"),
+            following: 1,
+            tenants: vec![TenantLevel {
+                tenant: TenantUse::id("search"),
+                second: None,
+                minute: Some(-2),
+                tokens: Some(3),
+            }],
         },
     );
     golden(
@@ -696,7 +709,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => RouterRefusals::KIND,
+        _ => TenantLevels::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();

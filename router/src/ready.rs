@@ -35,6 +35,7 @@ pub(crate) struct Ready {
     drains: AtomicBool,
     workers: AtomicBool,
     load: AtomicBool,
+    limits: AtomicBool,
     latched: Notify,
     /// The phase is not [`ServePhase::Serving`]. Read at every answer.
     leaving: AtomicBool,
@@ -81,6 +82,11 @@ impl Ready {
     /// The other routers' load is known, or the start waits for it no longer.
     pub(crate) fn load_known(&self) {
         self.latch(&self.load);
+    }
+
+    /// This router's part of the tenants' limits is known.
+    pub(crate) fn limits_shared(&self) {
+        self.latch(&self.limits);
     }
 
     fn latch(&self, latch: &AtomicBool) {
@@ -173,6 +179,7 @@ impl Ready {
             (&self.drains, "the registry is not read yet"),
             (&self.workers, "no worker is usable and checked yet"),
             (&self.load, "the other routers' load is not known yet"),
+            (&self.limits, "the other routers' tenants are not known yet"),
         ];
         let mut missing = missing.into_iter();
         let missing = missing.find(|(latch, _)| !latch.load(Ordering::Relaxed));
@@ -205,6 +212,7 @@ mod tests {
         ready.drains_read();
         ready.workers_settled();
         ready.load_known();
+        ready.limits_shared();
         assert_eq!(ready.missing(), None);
         ready
     }
@@ -242,6 +250,7 @@ mod tests {
             Ready::drains_read,
             Ready::workers_settled,
             Ready::load_known,
+            Ready::limits_shared,
         ] {
             assert!(held.as_mut().now_or_never().is_none());
             latch(&ready);

@@ -51,7 +51,7 @@ use crate::settings::{LiveSettings, Settings, SettingsWatcher};
 use crate::shared_core::SharedCore;
 use crate::spans::Tracer;
 use crate::tenant_sync::TenantSync;
-use crate::tenants::Tenants;
+use crate::tenants::{LimitSharing, Tenants};
 use crate::tokenizers::{DefaultTokenizer, TokenizerLoader, Tokenizers};
 
 /// Lets time pass in the core while no request does.
@@ -332,7 +332,7 @@ impl Services {
 
         let app = Arc::new(App {
             admission: self.admission(&core, &fleet, config, tasks),
-            tenants: self.share_limits(router, config, tasks),
+            tenants: self.share_limits(router, &ready, config, tasks),
             sinks: self.call_sinks(),
             core,
             fleet,
@@ -378,12 +378,25 @@ impl Services {
     }
 
     /// Starts the sharing of the tenants' limits with other routers, which only a plane has.
-    fn share_limits(&self, router: RouterId, config: &Config, tasks: &Tasks) -> Arc<Tenants> {
-        let tenants = Arc::new(Tenants::new(Arc::clone(&self.settings)));
-        if self.deployment.nats().is_some() {
+    fn share_limits(
+        &self,
+        router: RouterId,
+        ready: &Arc<Ready>,
+        config: &Config,
+        tasks: &Tasks,
+    ) -> Arc<Tenants> {
+        let sharing = match self.deployment.nats() {
+            Some(_) => LimitSharing::WithOthers,
+            None => LimitSharing::Alone,
+        };
+        let tenants = Arc::new(Tenants::new(Arc::clone(&self.settings), sharing));
+        if sharing == LimitSharing::Alone {
+            ready.limits_shared();
+        } else {
             let sync = TenantSync {
                 router,
                 tenants: Arc::clone(&tenants),
+                ready: Arc::clone(ready),
                 plane: self.deployment.plane(),
                 subjects: Subjects::new(&config.namespace),
             };

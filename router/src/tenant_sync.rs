@@ -1,6 +1,9 @@
 //! The shell of [`crate::tenants`]' limits over several routers: one task that sends this router's
 //! reports and receives those of the others ([ADR 22]).
 //!
+//! A router *joins* when it has read the registry, its own key in it, and what is left of the limits
+//! from each router there. Until then it has a small part of each limit.
+//!
 //! [ADR 22]: ../../docs/adr/0022-limits-across-routers.md
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,11 +17,13 @@ use tokio_util::sync::CancellationToken;
 use warmroute_plane::{
     Broadcast, Plane, PlaneError, PlaneStream, RETRY_DELAY, RegistryEvent, RegistryWatch,
 };
+use warmroute_proto::codec::Message;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::tenant_use::{REPORTED_TENANTS_MAX, TenantReport};
+use warmroute_proto::tenant_use::{REPORTED_TENANTS_MAX, TenantLevels, TenantReport};
 use warmroute_proto::{RouterId, codec};
 
-use crate::tenants::{SharingRouters, Tenants};
+use crate::ready::Ready;
+use crate::tenants::{Newcomers, SharingRouters, Tenants};
 
 /// Time between two reports.
 const REPORT_PERIOD: Duration = Duration::from_millis(100);
@@ -26,12 +31,19 @@ const REPORT_PERIOD: Duration = Duration::from_millis(100);
 /// Time after which a router that does not report counts with the n-th part of the limits.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
+/// Longest time to join. Routers of earlier versions send no levels.
+const JOIN_MAX: Duration = Duration::from_secs(1);
+
+/// Reports for a new router, which may not have subscribed at the first ones.
+const NEWCOMER_REPORTS: u32 = 5;
+
 /// Routers that are counted.
 const ROUTERS_MAX: usize = 128;
 
 pub(crate) struct TenantSync {
     pub router: RouterId,
     pub tenants: Arc<Tenants>,
+    pub ready: Arc<Ready>,
     pub plane: Arc<dyn Plane>,
     pub subjects: Subjects,
 }
@@ -41,6 +53,22 @@ struct TenantPeers {
     /// Those in the registry.
     listed: BTreeSet<RouterId>,
     reports: BTreeMap<RouterId, LastReport>,
+    /// `None`: this router has joined.
+    joining: Option<JoinProgress>,
+    /// Reports that a new router needs.
+    newcomer_reports: u32,
+}
+
+/// What this router knows before it has joined.
+#[derive(Default)]
+struct JoinProgress {
+    is_listing_read: bool,
+    /// The routers of a listing with this key that came before it are all known.
+    is_own_key_read: bool,
+    /// When both were read.
+    since: Option<Instant>,
+    /// Routers whose levels are known.
+    informed: BTreeSet<RouterId>,
 }
 
 struct LastReport {
@@ -59,6 +87,8 @@ impl TenantSync {
         let mut peers = TenantPeers {
             listed: BTreeSet::new(),
             reports: BTreeMap::new(),
+            joining: Some(JoinProgress::default()),
+            newcomer_reports: 0,
         };
         let mut ticks = interval(REPORT_PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -89,10 +119,15 @@ impl TenantSync {
     fn observe(&self, event: RegistryEvent, peers: &mut TenantPeers) {
         match event {
             RegistryEvent::Put { key, .. } => {
-                let router = self.subjects.key_router(&key);
-                let router = router.filter(|router| *router != self.router);
-                if peers.listed.len() < ROUTERS_MAX {
-                    peers.listed.extend(router);
+                let Some(router) = self.subjects.key_router(&key) else {
+                    return;
+                };
+                if router == self.router {
+                    if let Some(joining) = &mut peers.joining {
+                        joining.is_own_key_read = true;
+                    }
+                } else if peers.listed.len() < ROUTERS_MAX && peers.listed.insert(router) {
+                    peers.newcomer_reports = NEWCOMER_REPORTS;
                 }
             }
             RegistryEvent::Gone { key } => {
@@ -101,12 +136,23 @@ impl TenantSync {
                     peers.reports.remove(&router);
                 }
             }
-            RegistryEvent::Current => {}
+            RegistryEvent::Current => {
+                if let Some(joining) = &mut peers.joining {
+                    joining.is_listing_read = true;
+                }
+            }
+        }
+    }
+
+    fn receive(&self, payload: &Bytes, peers: &mut TenantPeers) {
+        match codec::kind(payload) {
+            Some(TenantLevels::KIND) => self.receive_levels(payload, peers),
+            Some(_) | None => self.receive_report(payload, peers),
         }
     }
 
     /// Late and repeated reports, and those of routers that are not listed, say nothing.
-    fn receive(&self, payload: &Bytes, peers: &mut TenantPeers) {
+    fn receive_report(&self, payload: &Bytes, peers: &mut TenantPeers) {
         let Ok(report) = codec::decode::<TenantReport>(payload) else {
             tracing::debug!("unreadable report of a router's tenants");
             return;
@@ -122,7 +168,57 @@ impl TenantSync {
         self.tenants.receive(router, &report.tenants);
     }
 
+    /// A router that has joined knows the levels itself.
+    fn receive_levels(&self, payload: &Bytes, peers: &mut TenantPeers) {
+        let Some(joining) = &mut peers.joining else {
+            return;
+        };
+        let Ok(levels) = codec::decode::<TenantLevels>(payload) else {
+            tracing::debug!("unreadable levels of a router's tenants");
+            return;
+        };
+        if peers.listed.contains(&levels.router) {
+            let now = Instant::now().into_std();
+            self.tenants.learn(&levels.tenants, now);
+            if levels.following == 0 {
+                joining.informed.insert(levels.router);
+            }
+        }
+    }
+
     async fn report(&self, number: &mut u64, peers: &mut TenantPeers) {
+        self.join(peers);
+        let newcomers = match peers.newcomer_reports {
+            0 => Newcomers::None,
+            1.. => Newcomers::Some,
+        };
+        peers.newcomer_reports = peers.newcomer_reports.saturating_sub(1);
+        if peers.joining.is_none() {
+            self.share(number, peers, newcomers).await;
+        }
+        match newcomers {
+            Newcomers::None => {}
+            Newcomers::Some => self.send_levels(peers).await,
+        }
+    }
+
+    /// Joins if all is known, or if it takes too long.
+    fn join(&self, peers: &mut TenantPeers) {
+        let Some(joining) = &mut peers.joining else {
+            return;
+        };
+        if !(joining.is_listing_read && joining.is_own_key_read) {
+            return;
+        }
+        let since = *joining.since.get_or_insert_with(Instant::now);
+        if peers.listed.is_subset(&joining.informed) || since.elapsed() >= JOIN_MAX {
+            peers.joining = None;
+            self.ready.limits_shared();
+        }
+    }
+
+    /// Takes this router's part of the limits, and reports its use.
+    async fn share(&self, number: &mut u64, peers: &TenantPeers, newcomers: Newcomers) {
         let now = Instant::now();
         let is_live = |last: &LastReport| now.duration_since(last.at) < SILENT_AFTER;
         let reporting = peers.reports.iter().filter(|(_, last)| is_live(last));
@@ -130,6 +226,7 @@ impl TenantSync {
             own: self.router,
             count: peers.listed.len() + 1,
             reporting: reporting.map(|(router, _)| *router).collect(),
+            newcomers,
         };
         let rows = self.tenants.report(&routers, now.into_std());
         if routers.is_alone() {
@@ -145,17 +242,39 @@ impl TenantSync {
                 number: *number,
                 tenants: part.to_vec(),
             };
-            if let Ok(bytes) = codec::encode(&report) {
-                let sent = self
-                    .plane
-                    .publish(self.subjects.tenant_reports(), bytes.into());
-                // What is lost is in a later report.
-                drop(timeout(REPORT_PERIOD, sent).await);
-            }
+            self.send(&report).await;
             match parts.next() {
                 Some(next) => part = next,
                 None => return,
             }
+        }
+    }
+
+    /// Sends what is left of the limits, to routers that join. One that joins itself knows nothing.
+    async fn send_levels(&self, peers: &TenantPeers) {
+        let rows = match peers.joining {
+            Some(_) => Vec::new(),
+            None => self.tenants.levels(Instant::now().into_std()),
+        };
+        let mut following = rows.len().div_ceil(REPORTED_TENANTS_MAX).max(1);
+        let mut parts = rows.chunks(REPORTED_TENANTS_MAX);
+        while following > 0 {
+            following -= 1;
+            let levels = TenantLevels {
+                router: self.router,
+                following: following as u32,
+                tenants: parts.next().unwrap_or_default().to_vec(),
+            };
+            self.send(&levels).await;
+        }
+    }
+
+    /// What is lost is in a later message.
+    async fn send(&self, message: &impl Message) {
+        if let Ok(bytes) = codec::encode(message) {
+            let subject = self.subjects.tenant_reports();
+            let sent = self.plane.publish(subject, bytes.into());
+            drop(timeout(REPORT_PERIOD, sent).await);
         }
     }
 }
@@ -167,3 +286,6 @@ async fn next_of(received: &mut Option<PlaneStream<Broadcast>>) -> Option<Broadc
         None => std::future::pending().await,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -23,11 +23,12 @@ use tokio::time::Instant;
 use warmroute_process::access::bearer;
 use warmroute_process::access::keys::{KeyHash, now_unix_s};
 use warmroute_proto::RouterId;
-use warmroute_proto::tenant_use::TenantUse;
+use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
 
 use crate::openai::PriorityRule;
 use crate::settings::{EngineAuthorization, LiveSettings, SeparateCaches, Settings, TenantRules};
-pub(crate) use sharing::SharingRouters;
+pub(crate) use shared_budget::LimitSharing;
+pub(crate) use sharing::{Newcomers, SharingRouters};
 use usage::TenantUsage;
 pub(crate) use usage::{LimitReached, RateStatus};
 pub(crate) use visit::{Settlement, TenantVisit};
@@ -53,6 +54,7 @@ impl Tenant {
 /// The tenants of the settings in force.
 pub(crate) struct Tenants {
     settings: Arc<LiveSettings>,
+    sharing: LimitSharing,
     table: RwLock<Arc<TenantTable>>,
 }
 
@@ -103,10 +105,11 @@ impl From<TenantRefusal> for DoorRefusal {
 }
 
 impl Tenants {
-    pub(crate) fn new(settings: Arc<LiveSettings>) -> Self {
-        let table = TenantTable::new(settings.current(), &[], Instant::now());
+    pub(crate) fn new(settings: Arc<LiveSettings>, sharing: LimitSharing) -> Self {
+        let table = TenantTable::new(settings.current(), &[], sharing, Instant::now());
         Self {
             settings,
+            sharing,
             table: RwLock::new(Arc::new(table)),
         }
     }
@@ -134,6 +137,14 @@ impl Tenants {
         Ok(visit)
     }
 
+    /// Whether a request has some tenant's key, or there are no tenants.
+    pub(crate) fn knows(&self, headers: &HeaderMap) -> bool {
+        let table = self.table();
+        let by_api_key = headers.get(API_KEY).map(|key| key.as_bytes());
+        let mut keys = bearer(headers).into_iter().chain(by_api_key);
+        table.tenants.is_empty() || keys.any(|key| table.owner(key).is_some())
+    }
+
     /// Takes this router's part of all limits. Returns what the other routers must know.
     pub(crate) fn report(
         &self,
@@ -147,6 +158,26 @@ impl Tenants {
             Some(TenantUse { tenant, ..row })
         });
         rows.collect()
+    }
+
+    /// What is left of all limits, for a router that starts.
+    pub(crate) fn levels(&self, now: std::time::Instant) -> Vec<TenantLevel> {
+        let table = self.table();
+        let rows = table.tenants.iter().map(|tenant| TenantLevel {
+            tenant: tenant.id(),
+            ..tenant.usage.levels(now)
+        });
+        rows.collect()
+    }
+
+    /// Takes what is left of limits as another router knows it.
+    pub(crate) fn learn(&self, rows: &[TenantLevel], now: std::time::Instant) {
+        let table = self.table();
+        for row in rows {
+            if let Some(at) = table.by_id.get(&row.tenant) {
+                table.tenants[*at].usage.learn(row, now);
+            }
+        }
     }
 
     /// Takes another router's report. Tenants that this router does not know are none of its own.
@@ -170,7 +201,7 @@ impl Tenants {
         // Read again: older settings must not replace a newer table.
         let settings = self.settings.current();
         if !Arc::ptr_eq(&table.settings, &settings) {
-            let next = TenantTable::new(settings, &table.tenants, Instant::now());
+            let next = TenantTable::new(settings, &table.tenants, self.sharing, Instant::now());
             *table = Arc::new(next);
         }
         Arc::clone(&table)
@@ -179,7 +210,12 @@ impl Tenants {
 
 impl TenantTable {
     /// Tenants of the same name keep their use.
-    fn new(settings: Arc<Settings>, before: &[Arc<Tenant>], now: Instant) -> Self {
+    fn new(
+        settings: Arc<Settings>,
+        before: &[Arc<Tenant>],
+        sharing: LimitSharing,
+        now: Instant,
+    ) -> Self {
         let now = now.into_std();
         let usage = |rules: &TenantRules| {
             let known = before.iter().find(|tenant| tenant.rules.name == rules.name);
@@ -188,7 +224,7 @@ impl TenantTable {
                     tenant.usage.set_limits(&rules.limits, now);
                     Arc::clone(&tenant.usage)
                 }
-                None => Arc::new(TenantUsage::new(&rules.limits, now)),
+                None => Arc::new(TenantUsage::new(&rules.limits, sharing, now)),
             }
         };
         let has_levels = settings.tenants.iter().any(|one| one.priority.is_some());

@@ -96,27 +96,19 @@ pub(crate) fn router(app: Arc<App>) -> Router {
 /// its initial state, answers preflight requests and completes the headers of answers. A router that
 /// leaves closes each connection after the answer, so that clients open the next one to another
 /// router.
-async fn front(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let origin = request.headers().get(header::ORIGIN).cloned();
     let is_http1 = request.version() <= Version::HTTP_11;
     let mut response = match origin.as_ref().and_then(|_| preflight(&app, &request)) {
         Some(answer) => answer,
         None if is_probe(request.uri().path()) => next.run(request).await,
-        None => match app.tenants.enter(request.headers_mut()) {
-            Ok(visit) => {
-                let settings = app.settings.current();
-                let explanation = Explanation::take(&settings, request.headers_mut());
-                request.extensions_mut().insert(explanation);
-                if let Some(visit) = visit {
-                    request.extensions_mut().insert(visit);
-                }
-                if !app.ready.is_initialized() {
-                    app.ready.initialized().await;
-                }
-                next.run(request).await
+        None => {
+            // Before it is counted: this router's part of the limits may not be known yet.
+            if !app.ready.is_initialized() && app.tenants.knows(request.headers()) {
+                app.ready.initialized().await;
             }
-            Err(refusal) => turned_away(&app, refusal, request),
-        },
+            admit(&app, request, next).await
+        }
     };
     if let Some(origin) = origin {
         allow_origin(&app, response.headers_mut(), origin);
@@ -126,6 +118,21 @@ async fn front(State(app): State<Arc<App>>, mut request: Request, next: Next) ->
         response.headers_mut().insert(header::CONNECTION, close);
     }
     response
+}
+
+/// Serves a request with a tenant's key, or without tenants.
+async fn admit(app: &App, mut request: Request, next: Next) -> Response {
+    let visit = match app.tenants.enter(request.headers_mut()) {
+        Ok(visit) => visit,
+        Err(refusal) => return turned_away(app, refusal, request),
+    };
+    let settings = app.settings.current();
+    let explanation = Explanation::take(&settings, request.headers_mut());
+    request.extensions_mut().insert(explanation);
+    if let Some(visit) = visit {
+        request.extensions_mut().insert(visit);
+    }
+    next.run(request).await
 }
 
 /// The answer to a request without a valid key, or beyond its tenant's rates.

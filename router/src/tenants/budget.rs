@@ -91,6 +91,13 @@ impl Budget {
         self.level -= units as f64;
     }
 
+    /// Lowers the level to that of another bucket of this quota, if that is lower. A debt of more than
+    /// a bucket counts as one.
+    pub(crate) fn lower(&mut self, level: f64, now: Instant) {
+        self.refill(now);
+        self.level = self.level.min(level.max(-(self.quota.units as f64)));
+    }
+
     /// Returns units that were spent and not used.
     pub(crate) fn refund(&mut self, units: u64, now: Instant) {
         self.refill(now);

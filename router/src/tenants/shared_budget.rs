@@ -2,7 +2,8 @@
 //!
 //! Each router knows the whole budget, charged with its own use and with what others report, and has
 //! a *claim*: the part that it may spend before it hears from the others. Claims grow only out of
-//! what no other router claims, so routers that report late do not spend the same units.
+//! what no other router claims, so routers that report late do not spend the same units. A router
+//! that does not know the others yet has a [`CAUTIOUS_PARTS`]th part.
 
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,20 @@ use super::budget::{Budget, BudgetStatus, Quota};
 
 /// Time until claims may have changed.
 pub(super) const CLAIM_WAIT: Duration = Duration::from_millis(200);
+
+/// The part of a limit that a router has before it knows the others is one of so many: within the
+/// error of limits over several routers, whatever the others use.
+pub(super) const CAUTIOUS_PARTS: u32 = 20;
+
+/// The routers that spend a tenant's limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum LimitSharing {
+    /// This router alone.
+    #[default]
+    Alone,
+    /// The routers of a namespace, which may not be known yet.
+    WithOthers,
+}
 
 /// What other routers have of a budget.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,8 +42,16 @@ pub(super) struct OthersPart {
 #[derive(Clone, Debug)]
 pub(super) struct SharedBudget {
     budget: Budget,
-    /// `None`: no other router shares it.
-    claim: Option<Claim>,
+    part: BudgetPart,
+}
+
+/// What this router may spend of a budget.
+#[derive(Clone, Debug)]
+enum BudgetPart {
+    Whole,
+    /// The others are not known yet: a bucket of its own, with a small part of the rate.
+    Cautious(Budget),
+    Claim(Claim),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -38,24 +61,48 @@ struct Claim {
     is_untouched: bool,
 }
 
+/// A small part of a quota, and at least one unit: a bucket of less would never serve.
+fn cautious(quota: Quota) -> Quota {
+    let parts = u64::from(CAUTIOUS_PARTS);
+    let units = (quota.units / parts).max(1);
+    let time = (units * parts) as f64 / quota.units as f64;
+    Quota {
+        units,
+        period: quota.period.mul_f64(time),
+    }
+}
+
 impl SharedBudget {
-    pub(super) fn new(quota: Quota, now: Instant) -> Self {
+    pub(super) fn new(quota: Quota, sharing: LimitSharing, now: Instant) -> Self {
+        let part = match sharing {
+            LimitSharing::Alone => BudgetPart::Whole,
+            LimitSharing::WithOthers => BudgetPart::Cautious(Budget::new(cautious(quota), now)),
+        };
         Self {
             budget: Budget::new(quota, now),
-            claim: None,
+            part,
         }
     }
 
     pub(super) fn set_quota(&mut self, quota: Quota, now: Instant) {
         self.budget.set_quota(quota, now);
+        if let BudgetPart::Cautious(part) = &mut self.part {
+            part.set_quota(cautious(quota), now);
+        }
     }
 
     /// As [`Budget::wait_for`]. One spending a report is free of the claim, so that requests pass that
     /// are larger than this router's part. Its excess is charged to all.
     pub(super) fn wait_for(&mut self, units: u64, now: Instant) -> Duration {
         let wait = self.budget.wait_for(units, now);
-        let lacks = |claim: &Claim| claim.units < units as f64 && !claim.is_untouched;
-        if wait.is_zero() && self.claim.as_ref().is_some_and(lacks) {
+        let is_lacking = match &mut self.part {
+            BudgetPart::Whole => false,
+            BudgetPart::Cautious(part) => {
+                units > part.quota().units || !part.wait_for(units, now).is_zero()
+            }
+            BudgetPart::Claim(claim) => claim.units < units as f64 && !claim.is_untouched,
+        };
+        if wait.is_zero() && is_lacking {
             return CLAIM_WAIT;
         }
         wait
@@ -64,7 +111,7 @@ impl SharedBudget {
     /// Spends for an admission.
     pub(super) fn spend(&mut self, units: u64, now: Instant) {
         self.charge(units, now);
-        if let Some(claim) = &mut self.claim {
+        if let BudgetPart::Claim(claim) = &mut self.part {
             claim.is_untouched = false;
         }
     }
@@ -72,15 +119,19 @@ impl SharedBudget {
     /// Spends what exists already.
     pub(super) fn charge(&mut self, units: u64, now: Instant) {
         self.budget.spend(units, now);
-        if let Some(claim) = &mut self.claim {
-            claim.units -= units as f64;
+        match &mut self.part {
+            BudgetPart::Whole => {}
+            BudgetPart::Cautious(part) => part.spend(units, now),
+            BudgetPart::Claim(claim) => claim.units -= units as f64,
         }
     }
 
     pub(super) fn refund(&mut self, units: u64, now: Instant) {
         self.budget.refund(units, now);
-        if let Some(claim) = &mut self.claim {
-            claim.units += units as f64;
+        match &mut self.part {
+            BudgetPart::Whole => {}
+            BudgetPart::Cautious(part) => part.refund(units, now),
+            BudgetPart::Claim(claim) => claim.units += units as f64,
         }
     }
 
@@ -92,10 +143,15 @@ impl SharedBudget {
         self.budget.level(now)
     }
 
+    /// Others know that only so much is left.
+    pub(super) fn lower(&mut self, level: f64, now: Instant) {
+        self.budget.lower(level, now);
+    }
+
     /// No other router shares it.
     pub(super) fn own_alone(&mut self, now: Instant) {
         self.budget.set_reserved(0.0, now);
-        self.claim = None;
+        self.part = BudgetPart::Whole;
     }
 
     /// Charges others' use, and takes this router's part of what is left. Returns the claim.
@@ -107,7 +163,11 @@ impl SharedBudget {
             Err(_) => self.budget.refund(others.used.unsigned_abs(), now),
         }
         let level = self.budget.level(now);
-        let own = self.claim.map_or(level, |claim| claim.units);
+        let own = match &mut self.part {
+            BudgetPart::Whole => level,
+            BudgetPart::Cautious(part) => part.level(now).max(0.0),
+            BudgetPart::Claim(claim) => claim.units,
+        };
         let left = level * (1.0 - others.reserved);
         let target = (left * others.share).max(0.0);
         let units = if own > target {
@@ -116,7 +176,7 @@ impl SharedBudget {
             let unclaimed = left - own - others.claimed;
             (own + unclaimed.max(0.0) * others.share).min(target)
         };
-        self.claim = Some(Claim {
+        self.part = BudgetPart::Claim(Claim {
             units,
             is_untouched: true,
         });

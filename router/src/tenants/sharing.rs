@@ -10,7 +10,7 @@ use std::time::Instant;
 use warmroute_proto::RouterId;
 use warmroute_proto::tenant_use::{TenantUse, UnitUse};
 
-use super::shared_budget::{OthersPart, SharedBudget};
+use super::shared_budget::{CAUTIOUS_PARTS, LimitSharing, OthersPart, SharedBudget};
 
 /// Reports for which a lost one may be missed by a reader that knew nothing of the tenant.
 const KEPT_REPORTS: usize = 10;
@@ -32,6 +32,15 @@ pub(crate) struct SharingRouters {
     pub count: usize,
     /// The others that report, in order.
     pub reporting: Vec<RouterId>,
+    pub newcomers: Newcomers,
+}
+
+/// Whether a router is new, so that each tenant's use is reported.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Newcomers {
+    #[default]
+    None,
+    Some,
 }
 
 impl SharingRouters {
@@ -73,6 +82,10 @@ pub(super) struct UnitShare {
 }
 
 impl UnitShare {
+    pub(super) const fn used(&self) -> i64 {
+        self.used
+    }
+
     pub(super) const fn asked(&mut self, units: u64) {
         self.asked = self.asked.saturating_add(units);
     }
@@ -195,17 +208,21 @@ impl UsageShare {
         (unknown as f64 / routers.count as f64, part)
     }
 
-    /// Takes this router's part of the requests in progress.
+    /// Takes this router's part of the requests in progress. `before`: who had the limit until now.
     pub(super) fn claim_open(
         &mut self,
         max: u32,
         routers: &SharingRouters,
         own: &TenantUse,
+        before: LimitSharing,
     ) -> u32 {
         let left = f64::from(max) * (1.0 - routers.silent_share());
         let left = (left.floor() as u32).max(1);
         let target = self.open_target(left, routers, own);
-        let current = self.open_claim.unwrap_or(u32::MAX);
+        let current = self.open_claim.unwrap_or(match before {
+            LimitSharing::Alone => u32::MAX,
+            LimitSharing::WithOthers => max / CAUTIOUS_PARTS,
+        });
         let claim = if current > target {
             target.max(own.open.min(current))
         } else {
@@ -249,7 +266,7 @@ impl UsageShare {
     }
 
     /// Whether the report must be sent.
-    pub(super) fn is_news(&mut self, row: &TenantUse) -> bool {
+    pub(super) fn is_news(&mut self, row: &TenantUse, newcomers: Newcomers) -> bool {
         let claims = |row: &TenantUse| [row.requests.claim, row.tokens.claim, row.second_claim];
         let (new, old) = (claims(row), claims(&self.sent));
         let falls = new.iter().zip(old).any(|(new, old)| *new < old);
@@ -263,7 +280,7 @@ impl UsageShare {
         let is_shared = new != old || self.peers.values().any(demands);
         // Repeated, since an earlier one may be lost.
         let is_due = (is_shared && self.quiet >= QUIET_REPORTS) || self.quiet >= IDLE_REPORTS;
-        let is_news = is_used || falls || is_due;
+        let is_news = is_used || falls || is_due || newcomers == Newcomers::Some;
         if is_news {
             self.sent = *row;
             self.quiet = 0;

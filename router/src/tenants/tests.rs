@@ -15,7 +15,7 @@ fn hash(key: &str) -> String {
 
 fn tenants(rules: &str) -> (Tenants, Arc<LiveSettings>) {
     let live = LiveSettings::new(settings(rules));
-    (Tenants::new(Arc::clone(&live)), live)
+    (Tenants::new(Arc::clone(&live), LimitSharing::Alone), live)
 }
 
 fn settings(rules: &str) -> Settings {
@@ -84,13 +84,13 @@ async fn the_clients_own_authorization_passes_only_if_the_operator_says_so() {
             hash(KEY)
         );
         live.replace(Settings::parse(&with_rule).unwrap());
-        let tenants = Tenants::new(live);
+        let tenants = Tenants::new(live, LimitSharing::Alone);
         assert!(tenants.enter(&mut headers).unwrap().is_some());
         assert_eq!(headers.len(), left, "{rule}");
         assert!(headers.get(API_KEY).is_none());
     }
     // Without tenants a client's key is the engine's.
-    let tenants = Tenants::new(LiveSettings::new(Settings::default()));
+    let tenants = Tenants::new(LiveSettings::new(Settings::default()), LimitSharing::Alone);
     let mut headers = bearer_of("engine-key");
     assert!(tenants.enter(&mut headers).unwrap().is_none());
     assert_eq!(headers.len(), 1);
@@ -171,8 +171,9 @@ async fn cost_of_a_tenants_request() {
         own: RouterId([0; 16]),
         count: 1 + others.len(),
         reporting: others.to_vec(),
+        newcomers: Newcomers::None,
     };
-    let open = Tenants::new(LiveSettings::new(Settings::default()));
+    let open = Tenants::new(LiveSettings::new(Settings::default()), LimitSharing::Alone);
     for (name, chosen, others) in [
         ("without tenants", &open, &[][..]),
         ("with tenants", &tenants, &[]),

@@ -4,10 +4,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use warmroute_proto::RouterId;
-use warmroute_proto::tenant_use::TenantUse;
+use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
 
 use super::budget::{BudgetStatus, Quota};
-use super::shared_budget::SharedBudget;
+use super::shared_budget::{CAUTIOUS_PARTS, LimitSharing, SharedBudget};
 use super::sharing::{SharingRouters, UnitShare, UsageShare, share_budget};
 use crate::settings::TenantLimits;
 
@@ -61,6 +61,7 @@ struct UsageState {
     concurrent_max: Option<u32>,
     /// Requests in progress.
     open: u32,
+    sharing: LimitSharing,
     share: UsageShare,
 }
 
@@ -75,7 +76,11 @@ impl UsageState {
         let Some(max) = self.concurrent_max else {
             return false;
         };
-        let claim = self.share.open_claim().unwrap_or(max);
+        let claim = match (self.sharing, self.share.open_claim()) {
+            (LimitSharing::Alone, _) => max,
+            (LimitSharing::WithOthers, Some(claim)) => claim,
+            (LimitSharing::WithOthers, None) => max / CAUTIOUS_PARTS,
+        };
         // A router with none in progress may begin one without a claim.
         let is_claimed =
             self.open >= claim && (self.open > 0 || self.share.open_elsewhere() >= max);
@@ -84,8 +89,11 @@ impl UsageState {
 }
 
 impl TenantUsage {
-    pub(crate) fn new(limits: &TenantLimits, now: Instant) -> Self {
-        let usage = Self(Mutex::default());
+    pub(crate) fn new(limits: &TenantLimits, sharing: LimitSharing, now: Instant) -> Self {
+        let usage = Self(Mutex::new(UsageState {
+            sharing,
+            ..UsageState::default()
+        }));
         usage.set_limits(limits, now);
         usage
     }
@@ -93,11 +101,12 @@ impl TenantUsage {
     /// Changes the limits. What was used stays used.
     pub(crate) fn set_limits(&self, limits: &TenantLimits, now: Instant) {
         let mut state = self.state();
+        let sharing = state.sharing;
         let set = |budget: &mut Option<SharedBudget>, units: Option<u64>, period| {
             let quota = units.map(|units| Quota { units, period });
             match (&mut *budget, quota) {
                 (Some(budget), Some(quota)) => budget.set_quota(quota, now),
-                (_, quota) => *budget = quota.map(|quota| SharedBudget::new(quota, now)),
+                (_, quota) => *budget = quota.map(|quota| SharedBudget::new(quota, sharing, now)),
             }
         };
         let per_second = limits.requests_per_second.map(|number| number.get().into());
@@ -183,16 +192,19 @@ impl TenantUsage {
             tokens,
             concurrent_max,
             open,
+            sharing,
             share,
         } = &mut *state;
         let mut budgets = [per_second.as_mut(), per_minute.as_mut(), tokens.as_mut()];
         if routers.is_alone() {
+            *sharing = LimitSharing::Alone;
             share.own_alone();
             for budget in budgets.into_iter().flatten() {
                 budget.own_alone(now);
             }
             return None;
         }
+        let before = std::mem::replace(sharing, LimitSharing::WithOthers);
         let mut row = share.begin(routers, *open);
         let (requests, used_tokens) = share.take_used();
         let parts = [
@@ -205,10 +217,49 @@ impl TenantUsage {
         row.requests.claim = share_budget(minute.as_deref_mut(), requests, parts[1], now);
         row.tokens.claim = share_budget(tokens.as_deref_mut(), used_tokens, parts[2], now);
         if let Some(max) = *concurrent_max {
-            row.open_claim = share.claim_open(max, routers, &row);
+            row.open_claim = share.claim_open(max, routers, &row, before);
         }
         let is_limited = concurrent_max.is_some() || budgets.iter().any(Option::is_some);
-        (is_limited && share.is_news(&row)).then_some(row)
+        (is_limited && share.is_news(&row, routers.newcomers)).then_some(row)
+    }
+
+    /// What is left of the limits.
+    pub(crate) fn levels(&self, now: Instant) -> TenantLevel {
+        let mut state = self.state();
+        let level = |budget: &mut Option<SharedBudget>| {
+            let level = budget.as_mut().map(|budget| budget.level(now));
+            level.map(|level| level.floor() as i64)
+        };
+        TenantLevel {
+            tenant: 0,
+            second: level(&mut state.per_second),
+            minute: level(&mut state.per_minute),
+            tokens: level(&mut state.tokens),
+        }
+    }
+
+    /// Takes what is left of the limits as a router knows it that does not know this one's use.
+    pub(crate) fn learn(&self, levels: &TenantLevel, now: Instant) {
+        let mut state = self.state();
+        let UsageState {
+            per_second,
+            per_minute,
+            tokens,
+            share,
+            ..
+        } = &mut *state;
+        // The levels contain what the others used.
+        share.take_used();
+        let (requests, used_tokens) = (share.requests.used(), share.tokens.used());
+        for (budget, level, used) in [
+            (per_second, levels.second, requests),
+            (per_minute, levels.minute, requests),
+            (tokens, levels.tokens, used_tokens),
+        ] {
+            if let (Some(budget), Some(level)) = (budget, level) {
+                budget.lower(level.saturating_sub(used) as f64, now);
+            }
+        }
     }
 
     /// Takes another router's report.
@@ -273,7 +324,7 @@ mod tests {
     #[test]
     fn each_limit_holds_and_a_refused_request_uses_nothing() {
         let now = origin();
-        let usage = TenantUsage::new(&limits(), now);
+        let usage = TenantUsage::new(&limits(), LimitSharing::Alone, now);
         for _ in 0..10 {
             assert_eq!(usage.enter(now), Ok(()));
         }
@@ -322,8 +373,8 @@ mod tests {
             tokens_per_minute: NonZeroU64::new(10_000),
             ..TenantLimits::default()
         };
-        let [requests, tokens] =
-            [requests, tokens].map(|limits| Arc::new(TenantUsage::new(&limits, now)));
+        let [requests, tokens] = [requests, tokens]
+            .map(|limits| Arc::new(TenantUsage::new(&limits, LimitSharing::Alone, now)));
         let threads = (0..8).map(|_| {
             let (requests, tokens) = (Arc::clone(&requests), Arc::clone(&tokens));
             std::thread::spawn(move || {

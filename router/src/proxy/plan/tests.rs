@@ -13,7 +13,7 @@ use crate::fleet::Parity;
 use crate::proxy::prompt_jobs::PlanJob;
 use crate::proxy::prompt_pool::PromptJob as _;
 use crate::settings::{LiveSettings, Settings};
-use crate::tenants::{TenantRefusal, Tenants};
+use crate::tenants::{LimitSharing, TenantRefusal, Tenants};
 use crate::tokenize::CivilTime;
 use crate::tokenizers::{TokenizerTable, TokenizerVersion};
 
@@ -149,7 +149,9 @@ async fn a_prompt_for_a_forbidden_model_is_not_encoded() {
     );
     let mut headers = HeaderMap::from_iter([key]);
     let inputs = PlanInputs {
-        tenant: Tenants::new(settings).enter(&mut headers).unwrap(),
+        tenant: Tenants::new(settings, LimitSharing::Alone)
+            .enter(&mut headers)
+            .unwrap(),
         ..with_tokenizer()
     };
     let limits = WorkLimits {

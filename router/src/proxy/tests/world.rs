@@ -564,7 +564,10 @@ impl World {
             engines: EngineClient::new(&settings, Arc::clone(&metrics), 64).unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
-            tenants: Arc::new(Tenants::new(Arc::clone(&settings))),
+            tenants: Arc::new(Tenants::new(
+                Arc::clone(&settings),
+                crate::tenants::LimitSharing::Alone,
+            )),
             metrics,
             tokenizers: Arc::default(),
             policy: Policy::Kv,
@@ -578,6 +581,7 @@ impl World {
         app.ready.drains_read();
         app.ready.workers_settled();
         app.ready.load_known();
+        app.ready.limits_shared();
         let url = serve(&app, &shutdown, &connections).await;
         Self {
             app,

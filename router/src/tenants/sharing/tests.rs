@@ -31,12 +31,16 @@ struct Net {
     origin: Instant,
     step: u64,
     routers: Vec<TenantUsage>,
+    ids: Vec<RouterId>,
     /// Steps of the last reports, by receiver and sender.
     heard: Vec<Vec<Option<u64>>>,
     reports: Vec<Report>,
     loss: f64,
     /// Neither sends nor receives.
     cut: Option<usize>,
+    /// Has not joined.
+    starting: Option<usize>,
+    newcomers: Newcomers,
     admitted: Vec<u64>,
     /// Ends of the requests in progress.
     open: Vec<(u64, usize)>,
@@ -50,12 +54,15 @@ impl Net {
             origin,
             step: 0,
             routers: (0..routers)
-                .map(|_| TenantUsage::new(limits, origin))
+                .map(|_| TenantUsage::new(limits, LimitSharing::WithOthers, origin))
                 .collect(),
+            ids: (0..routers).map(id).collect(),
             heard: vec![vec![None; routers]; routers],
             reports: Vec::new(),
             loss: 0.0,
             cut: None,
+            starting: None,
+            newcomers: Newcomers::None,
             admitted: vec![0; routers],
             open: Vec::new(),
             rng: fastrand::Rng::with_seed(3),
@@ -95,20 +102,27 @@ impl Net {
         for report in due {
             self.heard[report.to][report.from] = Some(self.step);
             if let Some(row) = report.row {
-                self.routers[report.to].receive(id(report.from), &row);
+                self.routers[report.to].receive(self.ids[report.from], &row);
             }
         }
     }
 
     fn report(&mut self, from: usize) {
+        if self.starting == Some(from) {
+            return;
+        }
         let others = (0..self.routers.len()).filter(|other| *other != from);
         let is_live = |other: &usize| {
             self.heard[from][*other].is_some_and(|at| self.step - at < SILENT_STEPS)
         };
+        let reporting = others.clone().filter(is_live);
+        let mut reporting: Vec<_> = reporting.map(|other| self.ids[other]).collect();
+        reporting.sort_unstable();
         let routers = SharingRouters {
-            own: id(from),
+            own: self.ids[from],
             count: self.routers.len(),
-            reporting: others.clone().filter(is_live).map(id).collect(),
+            reporting,
+            newcomers: self.newcomers,
         };
         let row = self.routers[from].report(&routers, self.now());
         for to in others {
@@ -238,6 +252,93 @@ fn routers_that_are_cut_off_have_an_equal_part_each() {
     }
 }
 
+/// Whatever the others used: a router that starts adds a part within the error, before it has joined
+/// and after.
+#[test]
+fn a_router_that_starts_adds_no_bucket() {
+    for limits in [
+        TenantLimits {
+            requests_per_minute: NonZeroU32::new(6000),
+            ..TenantLimits::default()
+        },
+        per_second(100),
+    ] {
+        let mut net = Net::new(4, &limits);
+        // No bucket is left.
+        net.flood(3, &[8000.0; 4]);
+        for starts in [3, 0] {
+            let now = net.now();
+            net.routers[starts] = TenantUsage::new(&limits, LimitSharing::WithOthers, now);
+            net.ids[starts] = id(10 + starts);
+            net.reports.retain(|report| report.from != starts);
+            net.heard[starts].fill(None);
+            net.heard.iter_mut().for_each(|heard| heard[starts] = None);
+            net.starting = Some(starts);
+            let own = net.flood(2, &[1000.0; 4])[starts];
+            assert!((1..=310).contains(&own), "{own}");
+            if limits.requests_per_second.is_some() {
+                assert!(own <= 15, "5 a second, and 5 of the bucket: {own}");
+            }
+            let now = net.now();
+            let levels = net.routers[1].levels(now);
+            net.routers[starts].learn(&levels, now);
+            net.starting = None;
+            net.newcomers = Newcomers::Some;
+            let mut whole = net.flood(10, &[1000.0; 4]);
+            net.newcomers = Newcomers::None;
+            println!("{own} before it joins, {whole:?} in the next 10 s");
+            // What it used before is charged to all.
+            whole.push(own);
+            assert_whole(&whole, 100, 10, 15);
+        }
+    }
+}
+
+/// Requests in progress elsewhere are known before a router that starts begins more than a few.
+#[test]
+fn a_router_that_starts_begins_few_requests_beside_those_in_progress() {
+    let limits = TenantLimits {
+        concurrent_requests: NonZeroU32::new(40),
+        ..TenantLimits::default()
+    };
+    let mut net = Net::new(3, &limits);
+    let flood = |net: &mut Net, router| net.send(router, 100 * SECOND);
+    net.run(5 * SECOND, flood);
+    assert!((38..=40).contains(&net.open.len()), "{}", net.open.len());
+    let now = net.now();
+    net.routers
+        .push(TenantUsage::new(&limits, LimitSharing::WithOthers, now));
+    net.ids.push(id(3));
+    net.admitted.push(0);
+    net.heard.iter_mut().for_each(|heard| heard.push(None));
+    net.heard.push(vec![None; 4]);
+    net.starting = Some(3);
+    net.newcomers = Newcomers::Some;
+    net.run(SECOND / 5, flood);
+    net.starting = None;
+    net.run(5 * SECOND, flood);
+    assert!((38..=42).contains(&net.open.len()), "{}", net.open.len());
+}
+
+/// A limit that all routers read in their settings in the same moment.
+#[test]
+fn a_new_limit_is_shared_from_the_first_moment() {
+    let now = origin();
+    let admitted = [(); 4].map(|()| {
+        let usage = TenantUsage::new(&TenantLimits::default(), LimitSharing::WithOthers, now);
+        let routers = SharingRouters {
+            own: id(0),
+            count: 4,
+            reporting: (1..4).map(id).collect(),
+            newcomers: Newcomers::None,
+        };
+        usage.report(&routers, now);
+        usage.set_limits(&per_second(100), now);
+        (0..100).filter(|_| usage.enter(now).is_ok()).count()
+    });
+    assert_eq!(admitted, [5; 4]);
+}
+
 /// A router of an earlier version does not report.
 #[test]
 fn a_router_without_reports_has_an_equal_part() {
@@ -302,11 +403,12 @@ fn tokens_are_shared_whatever_their_requests() {
 fn a_report_that_comes_twice_or_late_says_nothing_new() {
     let limits = per_second(100);
     let now = origin();
-    let [one, two] = [(); 2].map(|()| TenantUsage::new(&limits, now));
+    let [one, two] = [(); 2].map(|()| TenantUsage::new(&limits, LimitSharing::Alone, now));
     let routers = |own, other| SharingRouters {
         own: id(own),
         count: 2,
         reporting: vec![id(other)],
+        newcomers: Newcomers::None,
     };
     (0..10).for_each(|_| one.enter(now).unwrap());
     let row = one.report(&routers(1, 2), now).unwrap();
@@ -333,11 +435,12 @@ fn a_router_that_joins_has_its_part() {
         ..TenantLimits::default()
     };
     let mut now = origin();
-    let [old, new] = [(); 2].map(|()| TenantUsage::new(&limits, now));
+    let [old, new] = [(); 2].map(|()| TenantUsage::new(&limits, LimitSharing::Alone, now));
     let routers = |own, others: &[RouterId]| SharingRouters {
         own,
         count: 1 + others.len(),
         reporting: others.to_vec(),
+        newcomers: Newcomers::None,
     };
     for _ in 0..2 {
         for _ in 0..100 {
@@ -364,11 +467,12 @@ fn a_hostile_report_costs_one_bucket() {
         tokens_per_minute: NonZeroU64::new(1000),
         ..per_second(10)
     };
-    let usage = TenantUsage::new(&limits, now);
+    let usage = TenantUsage::new(&limits, LimitSharing::WithOthers, now);
     let routers = SharingRouters {
         own: id(0),
         count: 3,
         reporting: vec![id(1), id(2)],
+        newcomers: Newcomers::None,
     };
     let extreme = UnitUse {
         before: i64::MIN,
@@ -407,11 +511,12 @@ fn generated_tokens_take_no_admission() {
         tokens_per_minute: NonZeroU64::new(1000),
         ..TenantLimits::default()
     };
-    let usage = TenantUsage::new(&limits, now);
+    let usage = TenantUsage::new(&limits, LimitSharing::WithOthers, now);
     let routers = SharingRouters {
         own: id(0),
         count: 4,
         reporting: (1..4).map(id).collect(),
+        newcomers: Newcomers::None,
     };
     for router in 1..4 {
         usage.receive(id(router), &TenantUse::default());

@@ -1,0 +1,130 @@
+use axum::http::{HeaderMap, HeaderValue, header};
+use warmroute_plane::PutIf;
+use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
+
+use super::*;
+use crate::settings::{LiveSettings, Settings};
+use crate::tenants::LimitSharing;
+use crate::testing::{TestTask, plane, subjects};
+
+/// A thousand requests a minute for the key `abc`.
+const SETTINGS: &str = "[[tenants]]\nname = \"t\"\nrequests_per_minute = 1000\nkeys = [{ id = \"k\", \
+     sha256 = \"ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad\" }]\n";
+
+/// Router 0.
+struct World {
+    plane: Arc<dyn Plane>,
+    tenants: Arc<Tenants>,
+    ready: Arc<Ready>,
+    _task: TestTask,
+}
+
+fn id(router: u8) -> RouterId {
+    RouterId([router; 16])
+}
+
+impl World {
+    fn start() -> Self {
+        let settings = LiveSettings::new(Settings::parse(SETTINGS).unwrap());
+        let tenants = Arc::new(Tenants::new(settings, LimitSharing::WithOthers));
+        let (plane, ready) = (plane(), Arc::<Ready>::default());
+        ready.registry_read();
+        ready.drains_read();
+        ready.workers_settled();
+        ready.load_known();
+        let sync = TenantSync {
+            router: id(0),
+            tenants: Arc::clone(&tenants),
+            ready: Arc::clone(&ready),
+            plane: Arc::clone(&plane),
+            subjects: subjects(),
+        };
+        Self {
+            plane,
+            tenants,
+            ready,
+            _task: TestTask::spawn(|stop| sync.run(stop)),
+        }
+    }
+
+    async fn list(&self, router: RouterId) {
+        let key = subjects().router_key(router);
+        let put = self.plane.put(key, Bytes::new(), PutIf::Always, None);
+        put.await.unwrap();
+    }
+
+    async fn send_levels(&self, router: RouterId, minute: i64) {
+        let levels = TenantLevels {
+            router,
+            following: 0,
+            tenants: vec![TenantLevel {
+                tenant: TenantUse::id("t"),
+                minute: Some(minute),
+                ..TenantLevel::default()
+            }],
+        };
+        let bytes = codec::encode(&levels).unwrap();
+        let subject = subjects().tenant_reports();
+        self.plane.publish(subject, bytes.into()).await.unwrap();
+    }
+
+    /// Requests that are admitted now.
+    fn admitted(&self) -> usize {
+        let admits = |_: &u32| {
+            let mut headers = HeaderMap::new();
+            let key = HeaderValue::from_static("Bearer abc");
+            headers.insert(header::AUTHORIZATION, key);
+            self.tenants.enter(&mut headers).is_ok()
+        };
+        (0..2000).filter(admits).count()
+    }
+}
+
+async fn pass(time: Duration) {
+    tokio::time::sleep(time).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_router_without_others_has_its_whole_limit_when_its_own_key_is_listed() {
+    let world = World::start();
+    pass(REPORT_PERIOD * 100).await;
+    assert!(!world.ready.is_initialized());
+    assert_eq!(world.admitted(), 50, "a twentieth");
+    world.list(id(0)).await;
+    pass(REPORT_PERIOD * 3).await;
+    assert!(world.ready.is_initialized());
+    let admitted = world.admitted();
+    assert!((950..=956).contains(&admitted), "{admitted}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_router_beside_others_waits_for_what_they_left() {
+    let world = World::start();
+    world.list(id(1)).await;
+    world.list(id(2)).await;
+    world.list(id(0)).await;
+    pass(REPORT_PERIOD * 3).await;
+    world.send_levels(id(1), 301).await;
+    pass(REPORT_PERIOD * 3).await;
+    assert!(!world.ready.is_initialized(), "one has sent nothing");
+    world.send_levels(id(2), 300).await;
+    pass(REPORT_PERIOD * 3).await;
+    assert!(world.ready.is_initialized());
+    // The third part, since none reports, and what is refilled in 0.3 s.
+    let admitted = world.admitted();
+    assert!((100..=102).contains(&admitted), "{admitted}");
+}
+
+/// A router of an earlier version, or one that is dead.
+#[tokio::test(start_paused = true)]
+async fn a_router_does_not_wait_long_for_one_that_sends_nothing() {
+    let world = World::start();
+    world.list(id(1)).await;
+    world.list(id(0)).await;
+    pass(JOIN_MAX / 2).await;
+    assert!(!world.ready.is_initialized());
+    pass(JOIN_MAX).await;
+    assert!(world.ready.is_initialized());
+    let admitted = world.admitted();
+    assert!((500..=510).contains(&admitted), "{admitted}");
+}
