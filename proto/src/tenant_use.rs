@@ -58,6 +58,8 @@ pub struct UnitUse {
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct TenantLevels {
     pub router: RouterId,
+    /// The others that it knows. Its claims leave room for their parts.
+    pub known: Vec<RouterId>,
     /// Messages of the same report that follow.
     pub following: u32,
     pub tenants: Vec<TenantLevel>,

@@ -284,6 +284,7 @@ fn golden_samples_of_replicas() {
         "tenant_levels",
         &TenantLevels {
             router: RouterId(*b"0123456789abcdef"),
+            known: vec![RouterId(*b"fedcba9876543210")],
             following: 1,
             tenants: vec![TenantLevel {
                 tenant: TenantUse::id("search"),

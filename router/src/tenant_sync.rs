@@ -67,7 +67,7 @@ struct JoinProgress {
     is_own_key_read: bool,
     /// When both were read.
     since: Option<Instant>,
-    /// Routers whose levels are known.
+    /// Routers that know this one, and whose levels are known.
     informed: BTreeSet<RouterId>,
 }
 
@@ -180,7 +180,8 @@ impl TenantSync {
         if peers.listed.contains(&levels.router) {
             let now = Instant::now().into_std();
             self.tenants.learn(&levels.tenants, now);
-            if levels.following == 0 {
+            // Before, its claims do not leave this router's part.
+            if levels.following == 0 && levels.known.contains(&self.router) {
                 joining.informed.insert(levels.router);
             }
         }
@@ -213,6 +214,8 @@ impl TenantSync {
         let since = *joining.since.get_or_insert_with(Instant::now);
         if peers.listed.is_subset(&joining.informed) || since.elapsed() >= JOIN_MAX {
             peers.joining = None;
+            // The others must know this router's claims before they share by demand.
+            peers.newcomer_reports = NEWCOMER_REPORTS;
             self.ready.limits_shared();
         }
     }
@@ -262,6 +265,7 @@ impl TenantSync {
             following -= 1;
             let levels = TenantLevels {
                 router: self.router,
+                known: peers.listed.iter().copied().collect(),
                 following: following as u32,
                 tenants: parts.next().unwrap_or_default().to_vec(),
             };

@@ -53,9 +53,10 @@ impl World {
         put.await.unwrap();
     }
 
-    async fn send_levels(&self, router: RouterId, minute: i64) {
+    async fn send_levels(&self, router: RouterId, known: RouterId, minute: i64) {
         let levels = TenantLevels {
             router,
+            known: vec![known],
             following: 0,
             tenants: vec![TenantLevel {
                 tenant: TenantUse::id("t"),
@@ -104,15 +105,34 @@ async fn a_router_beside_others_waits_for_what_they_left() {
     world.list(id(2)).await;
     world.list(id(0)).await;
     pass(REPORT_PERIOD * 3).await;
-    world.send_levels(id(1), 301).await;
+    world.send_levels(id(1), id(0), 301).await;
     pass(REPORT_PERIOD * 3).await;
     assert!(!world.ready.is_initialized(), "one has sent nothing");
-    world.send_levels(id(2), 300).await;
+    world.send_levels(id(2), id(1), 300).await;
+    pass(REPORT_PERIOD * 2).await;
+    assert!(!world.ready.is_initialized(), "one does not know this one");
+    let subject = subjects().tenant_reports();
+    let mut sent = world.plane.subscribe(subject).await.unwrap();
+    world.send_levels(id(2), id(0), 300).await;
     pass(REPORT_PERIOD * 3).await;
     assert!(world.ready.is_initialized());
     // The third part, since none reports, and what is refilled in 0.3 s.
     let admitted = world.admitted();
     assert!((100..=102).contains(&admitted), "{admitted}");
+    let report = async {
+        loop {
+            let message = sent.next().await.unwrap();
+            if let Ok(report) = codec::decode::<TenantReport>(&message.payload) {
+                return report;
+            }
+        }
+    };
+    let report = report.await;
+    assert_eq!(report.router, id(0));
+    let [row] = &report.tenants[..] else {
+        panic!("its claims are in its first report: {report:?}");
+    };
+    assert!((100..=102).contains(&row.requests.claim), "{row:?}");
 }
 
 /// A router of an earlier version, or one that is dead.
