@@ -8,6 +8,7 @@
 mod displacement;
 mod fair_queue;
 mod free_places;
+mod in_flight;
 mod leave_rate;
 mod waiting_room;
 
@@ -19,10 +20,12 @@ use prometheus::IntCounterVec;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
+use warmroute_process::access::keys::KeyId;
 
 pub(crate) use fair_queue::QueueSize;
-use fair_queue::{QueueSpot, QueuedRequest};
+use fair_queue::{QueueSpot, QueuedRequest, TenantName};
 use free_places::FreePlaces;
+use in_flight::InFlightTokens;
 use leave_rate::RETRY_AFTER_MIN;
 use waiting_room::{GrantEnd, JoinedQueue, QueueBounds, WaitingRoom};
 pub(crate) use waiting_room::{QueueLine, QueueStatus};
@@ -101,6 +104,8 @@ pub(crate) struct QueueDemand {
 /// The queue of all models.
 pub(crate) struct Admission {
     room: Mutex<WaitingRoom<Notices>>,
+    /// Locked after `room`, where both are.
+    in_flight: Mutex<InFlightTokens>,
     /// A request has queued since the start. Before, no request takes the lock.
     was_used: AtomicBool,
     core: Arc<SharedCore>,
@@ -119,6 +124,21 @@ pub(crate) struct AdmissionTicket {
     stage: TicketStage,
 }
 
+/// A tenant's tokens in flight, until it is dropped.
+pub(crate) struct PlaceUse {
+    admission: Arc<Admission>,
+    tenant: TenantName,
+    tokens: u64,
+}
+
+impl Drop for PlaceUse {
+    fn drop(&mut self) {
+        if self.tenant.is_some() {
+            self.admission.in_flight().ended(&self.tenant, self.tokens);
+        }
+    }
+}
+
 enum TicketStage {
     Waiting(oneshot::Receiver<QueueNotice>),
     Granted,
@@ -130,6 +150,7 @@ impl Admission {
     pub(crate) fn new(core: Arc<SharedCore>, buffered_max: usize, metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
             room: Mutex::default(),
+            in_flight: Mutex::default(),
             was_used: AtomicBool::new(false),
             core,
             bytes_max: buffered_max / 2,
@@ -241,9 +262,11 @@ impl Admission {
         let mut room = self.room();
         let mut places = self.places(room.names_in_use());
         room.take_granted(&mut places);
-        while let Some((spot, request)) = room.grant(&mut places) {
+        let mut in_flight = self.in_flight();
+        while let Some((spot, request)) = room.grant(&mut places, &mut in_flight) {
             if request.payload.send(QueueNotice::Granted).is_err() {
                 room.settle(&spot.model, GrantEnd::Unused, Instant::now().into_std());
+                in_flight.ended(&spot.tenant, request.cost);
                 self.core.room_may_be_free();
             }
         }
@@ -266,11 +289,34 @@ impl Admission {
     fn room(&self) -> MutexGuard<'_, WaitingRoom<Notices>> {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn in_flight(&self) -> MutexGuard<'_, InFlightTokens> {
+        self.in_flight
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A request has its slot without a wait.
+    pub(crate) fn began(self: &Arc<Self>, tenant: Option<&KeyId>, prompt_tokens: u32) -> PlaceUse {
+        let place = PlaceUse {
+            admission: Arc::clone(self),
+            tenant: tenant.cloned(),
+            tokens: estimated_tokens(prompt_tokens),
+        };
+        if place.tenant.is_some() {
+            self.in_flight().began(&place.tenant, place.tokens);
+        }
+        place
+    }
+}
+
+fn estimated_tokens(prompt_tokens: u32) -> u64 {
+    u64::from(prompt_tokens) + OUTPUT_TOKENS
 }
 
 fn queued(demand: &QueueDemand, since: Instant, payload: Notices) -> QueuedRequest<Notices> {
     QueuedRequest {
-        cost: u64::from(demand.prompt_tokens) + OUTPUT_TOKENS,
+        cost: estimated_tokens(demand.prompt_tokens),
         bytes: demand.bytes,
         since: since.into_std(),
         payload,
@@ -309,13 +355,25 @@ impl AdmissionTicket {
     }
 
     /// The request has its slot.
-    pub(crate) fn admitted(mut self) {
+    pub(crate) fn admitted(mut self) -> PlaceUse {
+        let place = self.granted_place();
         self.end_grant(GrantEnd::Admitted);
+        place
+    }
+
+    /// The use of a granted place, which its grant has counted.
+    fn granted_place(&self) -> PlaceUse {
+        PlaceUse {
+            admission: Arc::clone(&self.admission),
+            tenant: self.spot.tenant.clone(),
+            tokens: estimated_tokens(self.demand.prompt_tokens),
+        }
     }
 
     /// The granted place was gone: the request waits on, as its tenant's first.
     pub(crate) fn give_back(&mut self) {
         if matches!(self.stage, TicketStage::Granted) {
+            drop(self.granted_place());
             let (notices, notice) = oneshot::channel();
             let request = queued(&self.demand, self.since, notices);
             let mut room = self.admission.room();
@@ -350,6 +408,9 @@ impl AdmissionTicket {
 
     fn end_grant(&mut self, end: GrantEnd) {
         if matches!(self.stage, TicketStage::Granted) {
+            if end == GrantEnd::Unused {
+                drop(self.granted_place());
+            }
             self.stage = TicketStage::Over;
             let now = Instant::now().into_std();
             self.admission.room().settle(&self.spot.model, end, now);

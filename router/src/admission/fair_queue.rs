@@ -4,9 +4,11 @@
 //! request in order that can use it.
 //!
 //! The level with the lowest number is served first. One of [`LOW_TURN`] requests is of another
-//! level, each level in turn, so that none starves. Within a level the tenants are served by
-//! deficit round robin over estimated tokens: a tenant that sends many requests delays its own. A
-//! tenant's requests of one level and model leave in the order of their arrival.
+//! level, each level in turn, so that none starves. Within a level a tenant goes first that has less
+//! in flight than the mean of those that wait: a tenant that floods holds most places when another
+//! one begins, and turns alone would return them one by one. Tenants with their part in flight are
+//! served by deficit round robin over estimated tokens: a tenant that sends many requests delays its
+//! own. A tenant's requests of one level and model leave in the order of their arrival.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -14,6 +16,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use warmroute_process::access::keys::KeyId;
+
+use super::in_flight::InFlightTokens;
 
 /// Tokens that a tenant may send before the next one's turn: about one short chat.
 const QUANTUM_TOKENS: u64 = 1024;
@@ -139,9 +143,11 @@ impl<T> FairQueue<T> {
     pub(crate) fn pop(
         &mut self,
         fits: impl Fn(&str) -> bool,
+        in_flight: &InFlightTokens,
     ) -> Option<(QueueSpot, QueuedRequest<T>)> {
         let level = self.next_level(&fits)?;
-        let (spot, request) = self.levels.get_mut(&level)?.pop(level, &fits)?;
+        let of_level = self.levels.get_mut(&level)?;
+        let (spot, request) = of_level.pop(level, &fits, in_flight)?;
         self.left(level, request.bytes);
         Some((spot, request))
     }
@@ -288,7 +294,52 @@ impl<T> PriorityLevel<T> {
         &mut self,
         level: i64,
         fits: &impl Fn(&str) -> bool,
+        in_flight: &InFlightTokens,
     ) -> Option<(QueueSpot, QueuedRequest<T>)> {
+        let tenant = match self.below_its_part(fits, in_flight) {
+            Some(tenant) => tenant,
+            None => self.next_in_turn(fits)?,
+        };
+        let number = self.lines.get(&tenant)?.next(fits)?;
+        let (model, request) = self.remove(&tenant, number)?;
+        if let Some(line) = self.lines.get_mut(&tenant) {
+            line.deficit = line.deficit.saturating_sub(request.cost);
+        }
+        let spot = QueueSpot {
+            model,
+            level,
+            tenant,
+            number,
+        };
+        Some((spot, request))
+    }
+
+    /// The tenant with the fewest tokens in flight, if its next request leaves it within the mean of
+    /// the tenants that wait for the same places.
+    fn below_its_part(
+        &self,
+        fits: &impl Fn(&str) -> bool,
+        in_flight: &InFlightTokens,
+    ) -> Option<TenantName> {
+        let (mut sum, mut count) = (0, 0);
+        let mut least: Option<(u64, &TenantName, u64)> = None;
+        for (tenant, line) in &self.lines {
+            let Some(next) = line.next(fits) else {
+                continue;
+            };
+            let own = in_flight.of(tenant);
+            (sum, count) = (sum + own, count + 1);
+            if least.is_none_or(|(tokens, ..)| own < tokens) {
+                let cost = line.requests.get(&next).map(|(_, request)| request.cost)?;
+                least = Some((own, tenant, cost));
+            }
+        }
+        let (own, tenant, cost) = least?;
+        (own.saturating_add(cost) <= sum / count).then(|| tenant.clone())
+    }
+
+    /// The tenant whose turn it is.
+    fn next_in_turn(&mut self, fits: &impl Fn(&str) -> bool) -> Option<TenantName> {
         // Whole rounds in which no request could leave. Lines without a request that fits get
         // nothing.
         let rounds = |line: &TenantLine<T>| line.rounds(fits);
@@ -306,29 +357,11 @@ impl<T> PriorityLevel<T> {
             let tenant = self.ring.front()?.clone();
             let line = self.lines.get_mut(&tenant)?;
             match rounds(line) {
-                Some(0) => {}
-                Some(_) => {
-                    line.deficit += QUANTUM_TOKENS;
-                    self.ring.rotate_left(1);
-                    continue;
-                }
-                None => {
-                    self.ring.rotate_left(1);
-                    continue;
-                }
+                Some(0) => return Some(tenant),
+                Some(_) => line.deficit += QUANTUM_TOKENS,
+                None => {}
             }
-            let number = line.next(fits)?;
-            let (model, request) = self.remove(&tenant, number)?;
-            if let Some(line) = self.lines.get_mut(&tenant) {
-                line.deficit = line.deficit.saturating_sub(request.cost);
-            }
-            let spot = QueueSpot {
-                model,
-                level,
-                tenant,
-                number,
-            };
-            return Some((spot, request));
+            self.ring.rotate_left(1);
         }
     }
 

@@ -10,6 +10,13 @@ use crate::testing::{ROUTER, core, worker_entry};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
+impl Admission {
+    /// Tokens of a tenant's requests that have a place.
+    pub(crate) fn tokens_in_flight(&self, tenant: &str) -> u64 {
+        self.in_flight().of(&Some(tenant.parse().unwrap()))
+    }
+}
+
 /// One worker, and the task that gives its places.
 struct Door {
     admission: Arc<Admission>,
@@ -50,10 +57,14 @@ impl Door {
     }
 
     fn join(&self) -> AdmissionTicket {
+        self.join_as(None)
+    }
+
+    fn join_as(&self, tenant: TenantName) -> AdmissionTicket {
         let line = QueueLine {
             model: "m".to_owned(),
             level: 0,
-            tenant: None,
+            tenant,
         };
         let demand = QueueDemand {
             prompt_tokens: 100,
@@ -125,6 +136,37 @@ async fn the_grant_of_a_client_that_is_gone_is_the_next_ones() {
     assert_eq!(door.admission.size(), QueueSize::default());
     drop(slot);
     assert!(!door.admission.is_engaged("m"));
+}
+
+/// From its grant on, until it has ended.
+#[tokio::test(start_paused = true)]
+async fn a_place_is_in_flight_once_and_as_long_as_it_is_used() {
+    let door = Door::new(1);
+    let slot = door.admit();
+    let tenant: TenantName = Some("t".parse().unwrap());
+    let in_flight = || door.admission.tokens_in_flight("t");
+    let at_once = door.admission.began(tenant.as_ref(), 100);
+    assert_eq!(in_flight(), 356);
+    drop(at_once);
+    let tickets = [(); 4].map(|()| door.join_as(tenant.clone()));
+    let [left, unseen, mut unused, mut used] = tickets;
+    drop(left);
+    assert_eq!(in_flight(), 0);
+    drop(slot);
+    door.until_waiting(2).await;
+    assert_eq!(in_flight(), 356);
+    drop(unseen);
+    unused.granted().await.unwrap();
+    assert_eq!(in_flight(), 356);
+    drop(unused);
+    used.granted().await.unwrap();
+    used.give_back();
+    assert_eq!(in_flight(), 0);
+    used.granted().await.unwrap();
+    let place = used.admitted();
+    assert_eq!(in_flight(), 356);
+    drop(place);
+    assert_eq!(in_flight(), 0);
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::displacement::victims;
 use super::fair_queue::{FairQueue, QueueSize, QueueSpot, QueuedRequest, TenantName, TicketNumber};
 use super::free_places::FreePlaces;
+use super::in_flight::InFlightTokens;
 use super::leave_rate::{LeaveRate, RETRY_AFTER_MIN};
 
 /// What may wait.
@@ -156,10 +157,11 @@ impl<T> WaitingRoom<T> {
         Some(request)
     }
 
-    /// Gives a place to the next request that can use one.
+    /// Gives a place to the next request that can use one. Its tokens are in flight from then on.
     pub(crate) fn grant(
         &mut self,
         places: &mut FreePlaces,
+        in_flight: &mut InFlightTokens,
     ) -> Option<(QueueSpot, QueuedRequest<T>)> {
         let waiting = self.models.iter();
         let waiting = waiting.filter(|(_, model)| model.size.requests > 0);
@@ -168,8 +170,10 @@ impl<T> WaitingRoom<T> {
         if fitting.is_empty() {
             return None;
         }
-        let (spot, request) = self.queue.pop(|model| fitting.contains(model))?;
+        let fits = |model: &str| fitting.contains(model);
+        let (spot, request) = self.queue.pop(fits, in_flight)?;
         places.take(&spot.model);
+        in_flight.began(&spot.tenant, request.cost);
         let model = self.model(&spot.model);
         model.grants += 1;
         model.size.subtract(request.bytes);

@@ -11,6 +11,7 @@ use warmroute_process::access::keys::KeyId;
 
 use super::explanation::Explanation;
 use super::headers;
+use crate::admission::PlaceUse;
 use crate::call_report::{CallReport, CallSinks};
 use crate::error::{ErrorForm, ProxyError};
 use crate::metrics::{RequestEnd, RouteLabel};
@@ -24,6 +25,8 @@ pub(super) struct Call {
     /// The client's tenant, if there are tenants.
     tenant: Option<Arc<TenantVisit>>,
     explanation: Explanation,
+    /// The place that it has at a worker.
+    pub place: Option<PlaceUse>,
 }
 
 impl Call {
@@ -39,6 +42,7 @@ impl Call {
             form: ErrorForm::of_path(head.uri.path()),
             tenant: head.extensions.get().cloned(),
             explanation: head.extensions.get().copied().unwrap_or_default(),
+            place: None,
         }
     }
 

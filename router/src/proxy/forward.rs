@@ -148,7 +148,7 @@ impl App {
                 Ok(placement) => placement,
                 Err(error) => return history.refused(error),
             };
-            pass.admitted();
+            pass.admitted(self, routing, call);
             if let Some(trace) = &mut call.report.trace {
                 trace.sent();
             }

@@ -102,10 +102,16 @@ impl QueuePass {
     }
 
     /// The request has a slot.
-    pub(super) fn admitted(&mut self) {
-        if let Self::Inside(ticket) = std::mem::replace(self, Self::Behind) {
-            ticket.admitted();
-        }
+    pub(super) fn admitted(&mut self, app: &App, routing: &Routing, call: &mut Call) {
+        let place = match std::mem::replace(self, Self::Behind) {
+            Self::Inside(ticket) => ticket.admitted(),
+            // A further attempt: its place counts already.
+            Self::Behind if call.place.is_some() => return,
+            Self::Before | Self::Behind => app
+                .admission
+                .began(call.tenant_name(), routing.prompt.tokens()),
+        };
+        call.place = Some(place);
     }
 }
 

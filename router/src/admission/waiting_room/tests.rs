@@ -177,7 +177,7 @@ impl Room {
     fn grant(&mut self, shared: u32, own: u32) -> Option<(QueueSpot, QueuedRequest<u32>)> {
         let mut places = places(shared, own);
         self.room.take_granted(&mut places);
-        self.room.grant(&mut places)
+        self.room.grant(&mut places, &mut InFlightTokens::default())
     }
 
     fn is_engaged(&self, model: &str, shared: u32, own: u32) -> bool {

@@ -167,6 +167,8 @@ async fn a_streams_tokens_count_while_it_runs_and_a_client_that_leaves_frees_its
     let refused = answer(world.request(Method::GET, "/v1/models"), KEY).await;
     assert_eq!(refused.status(), 429);
     assert_eq!(refused.headers()["retry-after"], "1");
+    let in_flight = || world.app.admission.tokens_in_flight("a");
+    assert_eq!(in_flight(), 259, "its place");
     // 3 of the prompt, 64 generated.
     assert_eq!(refused.headers()["x-ratelimit-remaining-tokens"], "933");
     drop(stream);
@@ -180,6 +182,7 @@ async fn a_streams_tokens_count_while_it_runs_and_a_client_that_leaves_frees_its
     };
     in_time("the place is free", freed).await;
     world.until_quiet().await;
+    assert_eq!(in_flight(), 0);
 }
 
 /// The salt is the tenant's whatever the client sends, and seeds the router's own hashes.
