@@ -15,6 +15,10 @@ need_command prometheus prometheus
 SCALE_TO=40 cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
   scaling::workers_come_and_go
 
+step "as many idle connections as the limit of open files allows"
+IDLE_CONNECTIONS=max cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
+  idle_connections
+
 step "ten minutes at 200 requests a second"
 STEADY_SECS=600 cargo test --locked -p warmroute-tests --test e2e -- --nocapture steady
 

@@ -42,6 +42,7 @@ mod credit;
 mod engine_load;
 mod faults;
 mod fleet;
+mod idle_connections;
 mod live_page;
 mod mixed;
 #[path = "../../../proto/plane/tests/nats_server/mod.rs"]
