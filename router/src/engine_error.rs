@@ -5,9 +5,16 @@ use std::io::{self, ErrorKind};
 
 use warmroute_process::open_files;
 
-/// No process listens there. One such failure is proof; other failures to connect are not.
+/// No process listens there; a Unix socket may be absent. One such failure is proof; other failures
+/// to connect are not.
 pub(crate) fn is_refused(error: &reqwest::Error) -> bool {
-    let is_refused = |cause| io_kind(cause) == Some(ErrorKind::ConnectionRefused);
+    let is_refused = |cause| {
+        let kind = io_kind(cause);
+        matches!(
+            kind,
+            Some(ErrorKind::ConnectionRefused | ErrorKind::NotFound)
+        )
+    };
     error.is_connect() && causes(error).any(is_refused)
 }
 

@@ -21,6 +21,7 @@ pub mod config;
 mod demotions;
 mod deployment;
 mod embedded;
+mod engine_clients;
 mod engine_error;
 mod engine_keys;
 mod error;

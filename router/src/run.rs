@@ -34,6 +34,7 @@ use crate::config::Config;
 use crate::demotions::DemotionWriter;
 use crate::deployment::Deployment;
 use crate::embedded::{EmbeddedWorkers, SupervisorParts, WorkerSupervisor};
+use crate::engine_clients::SocketRule;
 use crate::fleet::{EngineLoadReader, Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
@@ -147,7 +148,11 @@ impl Running {
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
         let fitting = fitting_connections(&config, &settings.current());
-        let engines = EngineClient::new(&settings, Arc::clone(&metrics), fitting)
+        let sockets = match config.nats {
+            Some(_) => SocketRule::Refused,
+            None => SocketRule::Allowed,
+        };
+        let engines = EngineClient::new(&settings, Arc::clone(&metrics), fitting, sockets)
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
@@ -467,7 +472,7 @@ impl Services {
         let (access_log, lines) = AccessLog::new(settings, Arc::clone(&metrics));
         self.background
             .spawn("access log", lines.run(self.background.stop.clone()));
-        let client = self.engines.background().clone();
+        let client = self.engines.background().plain().clone();
         let (settings, counted) = shared();
         let (tracer, spans) = Tracer::new(settings, counted, client);
         self.background

@@ -11,6 +11,7 @@ use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, Generation, Namespace, RouterId, StreamIdentity};
 
+use crate::engine_clients::{EngineClients, SocketRule};
 use crate::route::{Core, CoreConfig, Knobs};
 
 pub(crate) const ROUTER: RouterId = RouterId([1; 16]);
@@ -30,6 +31,11 @@ pub(crate) fn core(router: RouterId, knobs: Knobs) -> Core {
 }
 
 /// A client as the router has them for engines.
+pub(crate) fn engine_clients() -> EngineClients {
+    let build = || EngineTls::system().unwrap().client();
+    EngineClients::new(SocketRule::Allowed, build).unwrap()
+}
+
 pub(crate) fn http_client() -> reqwest::Client {
     EngineTls::system().unwrap().client().build().unwrap()
 }

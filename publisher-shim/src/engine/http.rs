@@ -121,8 +121,13 @@ pub(super) struct EngineHttp {
 
 impl EngineHttp {
     pub(super) fn new(url: &str, key: EngineKeySource, tls: &EngineTls) -> reqwest::Result<Self> {
+        let client = tls.client().timeout(DEADLINE);
+        let (client, url) = match tls::socket_of(url) {
+            Some(socket) => (client.unix_socket(socket), tls::SOCKET_URL),
+            None => (client, url),
+        };
         Ok(Self {
-            http: tls.client().timeout(DEADLINE).build()?,
+            http: client.build()?,
             url: url.trim_end_matches('/').to_owned(),
             key,
             tls_failed: Arc::default(),

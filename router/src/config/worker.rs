@@ -8,6 +8,7 @@ use std::str::FromStr;
 use clap::ValueEnum as _;
 use serde::{Deserialize, Deserializer};
 use warmroute_process::engine_args::is_endpoint;
+use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
 use warmroute_shim::args::Assumed;
@@ -47,7 +48,7 @@ pub struct WorkerKeyError {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerSpecError {
-    #[error("the worker URL {0:?} is not http://HOST:PORT or https://HOST:PORT")]
+    #[error("the worker URL {0:?} is not http://HOST:PORT, https://HOST:PORT or unix:/PATH")]
     Url(String),
     #[error("{0:?} is none of kv=, replay=, id=, ranks=, key_file=, assume=")]
     Key(String),
@@ -191,6 +192,9 @@ fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), Worke
 }
 
 fn worker_url(text: &str) -> Option<String> {
+    if socket_of(text).is_some() {
+        return Some(text.to_owned());
+    }
     let url = reqwest::Url::parse(text).ok()?;
     let plain = ["http", "https"].contains(&url.scheme())
         && url.host_str().is_some_and(|host| !host.is_empty())
@@ -237,6 +241,18 @@ mod tests {
         let table = "url = \"http://h:1\"\nassume = [\"plain-lookup\"]";
         let spec: WorkerSpec = toml::from_str(table).unwrap();
         assert_eq!(spec.assume, [Assumed::PlainLookup]);
+    }
+
+    #[test]
+    fn a_socket_is_an_address() {
+        let spec = parse("unix:/run/vllm.sock,kv=ipc:///run/kv").unwrap();
+        assert_eq!(spec.url, "unix:/run/vllm.sock");
+        assert_eq!(spec.id.as_str(), "unix:/run/vllm.sock");
+        assert!(parse("unix:///run/vllm.sock").is_ok());
+        let long = format!("unix:/{}", "x".repeat(107));
+        for bad in ["unix:", "unix:run/vllm.sock", "unix://h/run", &long] {
+            assert_eq!(parse(bad), Err(WorkerSpecError::Url(bad.into())));
+        }
     }
 
     #[test]

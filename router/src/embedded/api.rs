@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use serde_json::{Value, json};
 use warmroute_process::access::ChangeSubject;
+use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
 
 use super::supervisor::{AddError, EmbeddedWorkers};
@@ -28,6 +29,8 @@ pub(crate) enum WorkersApiError {
     Body(#[from] JsonRejection),
     #[error("key_file is for files and flags, which name files of this host: send the key as key")]
     KeyFile,
+    #[error("a socket is for files and flags, which name files of this host")]
+    Socket,
     #[error(transparent)]
     Add(#[from] AddError),
     #[error(transparent)]
@@ -38,7 +41,7 @@ impl IntoResponse for WorkersApiError {
     fn into_response(self) -> Response {
         let status = match &self {
             Self::Body(rejection) => rejection.status(),
-            Self::KeyFile => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::KeyFile | Self::Socket => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Plan(PlanError::NoWorker) => StatusCode::NOT_FOUND,
             Self::Add(AddError::Start(_)) => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Add(AddError::Ending) => StatusCode::SERVICE_UNAVAILABLE,
@@ -59,6 +62,9 @@ pub(crate) async fn add(
     // An operator's key reads no files of the router, nor sends them to a URL.
     if spec.key_file.is_some() {
         return Err(WorkersApiError::KeyFile);
+    }
+    if socket_of(&spec.url).is_some() {
+        return Err(WorkersApiError::Socket);
     }
     let worker = spec.id.clone();
     subject.set(format!("{worker} {}", spec.url));

@@ -16,6 +16,7 @@ use warmroute_proto::WorkerId;
 
 use super::engine_metrics::{LoadPageError, readings};
 use super::{Fleet, FleetChange};
+use crate::engine_clients::EngineClients;
 use crate::engine_keys::EngineKeys;
 use crate::route::EngineReading;
 use crate::settings::LiveSettings;
@@ -31,7 +32,7 @@ const PAGE_BYTES_MAX: usize = 8 << 20;
 
 pub(crate) struct EngineLoadReader {
     pub fleet: Arc<Fleet>,
-    pub client: reqwest::Client,
+    pub client: EngineClients,
     pub keys: EngineKeys,
     pub settings: Arc<LiveSettings>,
 }
@@ -142,8 +143,8 @@ impl EngineLoadReader {
     }
 }
 
-async fn page(client: &reqwest::Client, keys: HeaderMap, url: &str) -> Result<Vec<u8>, LoadError> {
-    let request = client.get(format!("{url}/metrics")).headers(keys);
+async fn page(client: &EngineClients, keys: HeaderMap, url: &str) -> Result<Vec<u8>, LoadError> {
+    let request = client.get(url, "/metrics").headers(keys);
     let answer = request.timeout(DEADLINE).send().await;
     let answer = answer.map_err(|_| LoadError::NoAnswer)?;
     match answer.status() {

@@ -15,6 +15,7 @@ use warmroute_process::tls;
 
 use super::health::Observation;
 use super::{Fleet, ProbeTarget};
+use crate::engine_clients::EngineClients;
 use crate::engine_error::{is_refused, lacks_files};
 use crate::engine_keys::EngineKeys;
 use crate::ready::Ready;
@@ -40,7 +41,7 @@ pub(super) enum ProbeResult {
 
 pub(crate) struct HealthProber {
     pub fleet: Arc<Fleet>,
-    pub client: reqwest::Client,
+    pub client: EngineClients,
     pub keys: EngineKeys,
     pub period: Duration,
     pub ready: Arc<Ready>,
@@ -88,12 +89,12 @@ impl HealthProber {
 }
 
 pub(super) async fn probe(
-    client: reqwest::Client,
+    client: EngineClients,
     keys: HeaderMap,
     target: ProbeTarget,
 ) -> (ProbeTarget, ProbeResult) {
     let get = async |path| get(&client, &keys, &target, path).await;
-    let observation = match get("health").await {
+    let observation = match get("/health").await {
         Ok(response) if response.status().is_success() => Observation::ProbePassed,
         Err(error) if lacks_files(&error) => return (target, ProbeResult::Void),
         Err(error) if is_refused(&error) => Observation::ConnectRefused,
@@ -105,7 +106,7 @@ pub(super) async fn probe(
     };
     if observation == Observation::ProbePassed && !target.must_list.is_empty() {
         // An unreadable list proves nothing: an engine may require a key.
-        let listed = models(get("v1/models").await).await.unwrap_or_default();
+        let listed = models(get("/v1/models").await).await.unwrap_or_default();
         let lacks = |model: &String| !listed.contains(model);
         if !listed.is_empty() && target.must_list.iter().any(lacks) {
             return (target, ProbeResult::Seen(Observation::OtherEngine));
@@ -115,13 +116,12 @@ pub(super) async fn probe(
 }
 
 async fn get(
-    client: &reqwest::Client,
+    client: &EngineClients,
     keys: &HeaderMap,
     target: &ProbeTarget,
     path: &str,
 ) -> Result<reqwest::Response, reqwest::Error> {
-    let url = format!("{}/{path}", target.url);
-    let request = client.get(url).headers(keys.clone());
+    let request = client.get(&target.url, path).headers(keys.clone());
     request.timeout(PROBE_DEADLINE).send().await
 }
 

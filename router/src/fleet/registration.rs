@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::{StatusCode, header};
+use axum::http::{Method, StatusCode, header};
 use futures_util::{StreamExt as _, stream};
 use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -24,6 +24,7 @@ use warmroute_proto::WorkerId;
 use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
 use super::{Fleet, FleetWorker};
 use crate::clock::civil_now;
+use crate::engine_clients::EngineClients;
 use crate::engine_keys::EngineKeys;
 use crate::metrics::Metrics;
 use crate::ready::Ready;
@@ -51,7 +52,7 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
 pub(crate) struct RegistrationChecker {
     pub fleet: Arc<Fleet>,
-    pub client: reqwest::Client,
+    pub client: EngineClients,
     pub keys: EngineKeys,
     pub tokenizers: Arc<Tokenizers>,
     pub settings: Arc<LiveSettings>,
@@ -241,7 +242,7 @@ impl RegistrationChecker {
             return;
         }
         let url = &worker.entry.url;
-        let request = self.client.get(format!("{url}/v1/models"));
+        let request = self.client.get(url, "/v1/models");
         let request = request.headers(self.keys.headers(&worker.entry.worker, url));
         let listed = async {
             let response = request.timeout(ANSWER_DEADLINE).send().await.ok()?;
@@ -259,7 +260,7 @@ impl RegistrationChecker {
         let url = &worker.entry.url;
         let request = self
             .client
-            .post(format!("{url}{}", path.as_str()))
+            .request(Method::POST, url, path.as_str())
             .timeout(ANSWER_DEADLINE)
             .headers(self.keys.headers(&worker.entry.worker, url))
             .header(header::CONTENT_TYPE, "application/json")

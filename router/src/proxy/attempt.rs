@@ -84,7 +84,8 @@ impl App {
                 holds_head: routing.holds_head || routing.streaming && first_token_max.is_some(),
             };
             let addressed = self.addressed(request, &placement.decision)?;
-            let sent = self.engines.send(addressed);
+            let address = placement.decision.url.clone();
+            let sent = self.engines.send(&address, addressed);
             let cancel = CancelCount::armed(&self.metrics, routing.cancel);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
             let waited = wait_for_head(sent, limits, placement, moves).await;

@@ -14,12 +14,13 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use reqwest::{Client, Request, Response};
+use reqwest::{Request, Response};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
+use crate::engine_clients::{EngineClients, SocketRule};
 use crate::engine_error::is_closed;
 use crate::engine_keys::EngineKeys;
 use crate::metrics::{Metrics, RetryReason};
@@ -46,11 +47,11 @@ enum Connection {
 
 #[derive(Clone)]
 pub(crate) struct EngineClient {
-    pooled: Client,
+    pooled: EngineClients,
     /// Opens a connection for each request.
-    unpooled: Client,
+    unpooled: EngineClients,
     /// With connections of its own: a connection belongs to the runtime that opened it.
-    background: Client,
+    background: EngineClients,
     tls: EngineTls,
     keys: EngineKeys,
     metrics: Arc<Metrics>,
@@ -63,23 +64,26 @@ impl EngineClient {
         settings: &Arc<LiveSettings>,
         metrics: Arc<Metrics>,
         requests_max: usize,
+        sockets: SocketRule,
     ) -> anyhow::Result<Self> {
         let live = Arc::clone(settings);
         let tls = EngineTls::new(move || live.current().engine_authorities())?;
-        let client = |idle_connections_max| {
-            tls.client()
-                .retry(reqwest::retry::never())
-                .referer(false)
-                .tcp_nodelay(true)
-                .connector_layer(connect_rules(settings))
-                .pool_idle_timeout(IDLE_MAX)
-                .pool_max_idle_per_host(idle_connections_max)
-                .build()
+        let clients = |idle_connections_max| {
+            let (tls, settings) = (tls.clone(), Arc::clone(settings));
+            EngineClients::new(sockets, move || {
+                tls.client()
+                    .retry(reqwest::retry::never())
+                    .referer(false)
+                    .tcp_nodelay(true)
+                    .connector_layer(connect_rules(&settings))
+                    .pool_idle_timeout(IDLE_MAX)
+                    .pool_max_idle_per_host(idle_connections_max)
+            })
         };
         Ok(Self {
-            pooled: client(usize::MAX)?,
-            unpooled: client(0)?,
-            background: client(usize::MAX)?,
+            pooled: clients(usize::MAX)?,
+            unpooled: clients(0)?,
+            background: clients(usize::MAX)?,
             tls,
             keys: EngineKeys::default(),
             metrics,
@@ -93,12 +97,12 @@ impl EngineClient {
     }
 
     /// For probes and other requests of the background runtime, which handle failures themselves.
-    pub(crate) const fn background(&self) -> &Client {
+    pub(crate) const fn background(&self) -> &EngineClients {
         &self.background
     }
 
     /// Builds the requests of [`Self::send`].
-    pub(super) const fn pooled(&self) -> &Client {
+    pub(super) const fn pooled(&self) -> &EngineClients {
         &self.pooled
     }
 
@@ -111,12 +115,13 @@ impl EngineClient {
         &self.keys
     }
 
-    /// Sends a request and waits for the head of the answer.
-    pub(super) async fn send(&self, request: Request) -> reqwest::Result<Response> {
+    /// Sends a request to an engine's address and waits for the head of the answer.
+    pub(super) async fn send(&self, address: &str, request: Request) -> reqwest::Result<Response> {
+        let pooled = self.pooled.client(address);
         let copy = request.try_clone();
         let began = Instant::now();
         let sent = async {
-            let response = self.pooled.execute(request).await;
+            let response = pooled.execute(request).await;
             (response, CONNECTION.with(Cell::get))
         };
         match CONNECTION.scope(Cell::new(Connection::Reused), sent).await {
@@ -128,7 +133,7 @@ impl EngineClient {
                 };
                 tracing::debug!(%error, "reused connection failed, sending on a new one");
                 self.metrics.retried(RetryReason::StaleConnection);
-                let second = self.unpooled.execute(copy).await;
+                let second = self.unpooled.client(address).execute(copy).await;
                 // The engine may have crashed on the first sending: no connection to it now.
                 second.map_err(|second| {
                     tracing::debug!(error = %second, "new connection failed too");
@@ -191,12 +196,15 @@ mod tests {
         assert!(held.len() < 64, "the queue has no bound");
         let settings = LiveSettings::new(Settings::default());
         let metrics = Arc::new(Metrics::new().unwrap());
-        let client = EngineClient::new(&settings, metrics, 8).unwrap();
+        let client = EngineClient::new(&settings, metrics, 8, SocketRule::Allowed).unwrap();
         for millis in [250, 700] {
             let text = format!("connect_timeout_ms = {millis}");
             settings.replace(Settings::parse(&text).unwrap());
             let since = Instant::now();
-            let sent = client.background().get(format!("http://{address}/")).send();
+            let sent = client
+                .background()
+                .get(&format!("http://{address}"), "/")
+                .send();
             let error = sent.await.unwrap_err();
             assert!(error.is_connect() && error.is_timeout(), "{error:?}");
             let waited = since.elapsed().as_millis();

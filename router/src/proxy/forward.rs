@@ -236,9 +236,9 @@ impl App {
         request: &ForwardedRequest,
         decision: &Decision,
     ) -> reqwest::Result<reqwest::Request> {
-        let url = format!("{}{}", decision.url, request.path);
-        let method = request.method.clone();
-        let mut built = self.engines.pooled().request(method, url).build()?;
+        let (method, engines) = (request.method.clone(), self.engines.pooled());
+        let built = engines.request(method, &decision.url, &request.path);
+        let mut built = built.build()?;
         let rank = HeaderValue::from(decision.source.dp_rank.0);
         *built.headers_mut() = request.headers.clone();
         built.headers_mut().insert(headers::ENGINE_RANK, rank);

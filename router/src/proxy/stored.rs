@@ -194,7 +194,8 @@ impl App {
         let ask = async |(worker, url): (WorkerId, String)| {
             let mut headers = headers.clone();
             self.engines.keys().authorize(&worker, &url, &mut headers);
-            let request = self.engines.pooled().get(format!("{url}/v1/responses/{id}"));
+            let engines = self.engines.pooled();
+            let request = engines.get(&url, &format!("/v1/responses/{id}"));
             let request = request.headers(headers).timeout(ASKED_FOR_MAX);
             // The head is enough; the connection ends with the rest.
             let answer = request.send().await.ok()?;

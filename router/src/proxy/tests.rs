@@ -431,6 +431,32 @@ async fn a_503_is_the_answer_where_all_later_attempts_break() {
     world.until_quiet().await;
 }
 
+#[tokio::test]
+async fn an_engine_at_a_unix_socket_is_asked_as_others_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let gone = tempfile::tempdir().unwrap();
+    let (engine, dead) = (
+        Engine::at_socket(dir.path()).await,
+        Engine::at_socket(gone.path()).await,
+    );
+    let world = World::with(&[&dead, &engine]).await;
+    gone.close().unwrap();
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 200);
+    assert_eq!(world.metric("retries_total{reason=\"connect\"}"), 1);
+    let mut stream = world.send("/v1/completions", &streaming()).await;
+    assert_eq!(engine.release_event(&mut stream).await, event(0));
+    engine.end_stream();
+    assert_eq!(stream.chunk().await.unwrap(), None);
+    let json = json!({"model": "m", "input": "x"});
+    assert_eq!(world.send("/v1/embeddings", &json).await.status(), 200);
+    assert_eq!(engine.asked(), 3);
+    assert_eq!(engine.last().headers["host"], "localhost");
+    // A socket that is absent is proof: the worker is not tried again.
+    assert_eq!(world.metric("retries_total{reason=\"connect\"}"), 1);
+    world.until_quiet().await;
+}
+
 /// A client behind the router must not see two framings of one body.
 #[tokio::test]
 async fn an_answer_with_a_length_and_chunks_is_a_502() {

@@ -62,6 +62,7 @@ mod steady;
 mod strange_events;
 mod tiers;
 mod tls;
+mod unix_socket;
 mod windows;
 mod without_events;
 mod workers;

@@ -289,6 +289,11 @@ async fn add_by_api(fleet: &Fleet, router: &Router, url: &str) {
             "/etc/hostname",
             StatusCode::UNPROCESSABLE_ENTITY,
         ),
+        (
+            "url",
+            "unix:/run/engine.sock",
+            StatusCode::UNPROCESSABLE_ENTITY,
+        ),
         ("key", "two\nlines", StatusCode::UNPROCESSABLE_ENTITY),
         ("key", SECRET, StatusCode::CREATED),
     ] {

@@ -113,6 +113,21 @@ impl EngineTls {
     }
 }
 
+/// What stands for a socket's address in the URL of a request.
+pub const SOCKET_URL: &str = "http://localhost";
+
+/// Bytes of a socket's path that the system takes.
+const SOCKET_PATH_MAX: usize = 107;
+
+/// The socket of an address `unix:/PATH` or `unix:///PATH`.
+#[must_use]
+pub fn socket_of(address: &str) -> Option<&Path> {
+    let path = address.strip_prefix("unix:")?;
+    let path = path.strip_prefix("//").unwrap_or(path);
+    let is_path = path.starts_with('/') && path.len() <= SOCKET_PATH_MAX && !path.contains('\0');
+    is_path.then(|| Path::new(path))
+}
+
 /// Why TLS failed, if that is why a request was not sent.
 #[must_use]
 pub fn failure_of(error: &reqwest::Error) -> Option<String> {

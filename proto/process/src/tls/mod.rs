@@ -22,7 +22,7 @@ use rustls::server::VerifierBuilderError;
 
 use crate::small_file;
 
-pub use engines::{Authorities, EngineTls, failure_of};
+pub use engines::{Authorities, EngineTls, SOCKET_URL, failure_of, socket_of};
 pub use server::{ServerTls, ServerTlsFiles, agreed_on_http2};
 
 /// A bundle of the system's authorities has some 200 KiB.

@@ -4,7 +4,7 @@ use tokio::net::TcpListener;
 
 use super::super::tests::fleet_of;
 use super::*;
-use crate::testing::{http_client, worker_entry as entry};
+use crate::testing::{engine_clients, worker_entry as entry};
 use crate::tokenize::Tokenizer;
 use crate::tokenizers::TokenizerTable;
 
@@ -16,7 +16,7 @@ fn check_blocks(given: Option<u32>, workers: &[u32], expected: &[&str]) {
     }
     let checker = RegistrationChecker {
         fleet: Arc::clone(&fleet),
-        client: http_client(),
+        client: engine_clients(),
         keys: EngineKeys::default(),
         tokenizers: Arc::default(),
         settings: Arc::default(),
@@ -50,7 +50,7 @@ async fn a_failed_check_is_counted_once_in_an_epoch() {
     let metrics = Arc::new(Metrics::new().unwrap());
     let checker = RegistrationChecker {
         fleet: Arc::clone(&fleet),
-        client: http_client(),
+        client: engine_clients(),
         keys: EngineKeys::default(),
         tokenizers: Arc::default(),
         settings: Arc::default(),
@@ -146,7 +146,7 @@ async fn a_worker_whose_tokenize_answers_403_is_pending() {
         });
         let checker = RegistrationChecker {
             fleet: Arc::clone(&fleet),
-            client: http_client(),
+            client: engine_clients(),
             keys: EngineKeys::default(),
             tokenizers: Arc::clone(&tokenizers),
             settings: Arc::default(),

@@ -11,6 +11,7 @@ use warmroute_process::tls::EngineTls;
 
 use super::super::probe::{ProbeResult, probe};
 use super::*;
+use crate::engine_clients::{EngineClients, SocketRule};
 
 #[tokio::test]
 async fn an_unregistered_worker_must_list_its_models() {
@@ -30,7 +31,7 @@ async fn an_unregistered_worker_must_list_its_models() {
     let server = async move { axum::serve(listener, router).await.unwrap() };
     let tasks = TaskTracker::new();
     let server = tasks.spawn(server);
-    let client = crate::testing::http_client();
+    let client = crate::testing::engine_clients();
     for (engine, models, expected) in [
         ("same", vec!["m"], Observation::ProbePassed),
         ("other", vec!["m"], Observation::OtherEngine),
@@ -48,6 +49,31 @@ async fn an_unregistered_worker_must_list_its_models() {
         assert_eq!(result, ProbeResult::Seen(expected), "{engine}");
     }
     server.abort();
+}
+
+/// The file of an engine's socket may be absent, or left by an engine that has ended.
+#[tokio::test]
+async fn an_engine_at_a_unix_socket_is_probed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("engine.sock");
+    let seen = async || {
+        let target = ProbeTarget {
+            worker: "w".into(),
+            url: format!("unix:{}", path.display()),
+            must_list: [].into(),
+        };
+        let client = crate::testing::engine_clients();
+        probe(client, HeaderMap::new(), target).await.1
+    };
+    assert_eq!(seen().await, ProbeResult::Seen(Observation::ConnectRefused));
+    let listener = tokio::net::UnixListener::bind(&path).unwrap();
+    let router = Router::new().route("/health", get(|| async { "" }));
+    let server = async move { axum::serve(listener, router).await.unwrap() };
+    let server = TaskTracker::new().spawn(server);
+    assert_eq!(seen().await, ProbeResult::Seen(Observation::ProbePassed));
+    server.abort();
+    assert!(server.await.unwrap_err().is_cancelled());
+    assert_eq!(seen().await, ProbeResult::Seen(Observation::ConnectRefused));
 }
 
 /// Connections fail by this error of the system.
@@ -73,14 +99,16 @@ async fn a_probe_without_a_file_for_it_says_nothing_of_the_worker() {
         (refused, ProbeResult::Seen(Observation::ConnectRefused)),
         (unreachable, ProbeResult::Seen(Observation::ProbeFailed)),
     ] {
-        let client = EngineTls::system().unwrap().client();
-        let client = client.connector_layer(fails(errno));
+        let client = EngineClients::new(SocketRule::Allowed, move || {
+            let client = EngineTls::system().unwrap().client();
+            client.connector_layer(fails(errno))
+        });
         let target = ProbeTarget {
             worker: "w".into(),
             url: "http://127.0.0.1:1".to_owned(),
             must_list: [].into(),
         };
-        let (_, result) = probe(client.build().unwrap(), HeaderMap::new(), target).await;
+        let (_, result) = probe(client.unwrap(), HeaderMap::new(), target).await;
         assert_eq!(result, expected, "{errno}");
     }
 }

@@ -1,6 +1,7 @@
 //! A proxy and small engines, each on its own socket.
 
 use std::collections::VecDeque;
+use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use futures_util::stream;
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener};
 use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
@@ -26,6 +27,7 @@ use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
 use super::*;
 use crate::call_report::CallSinks;
 use crate::config::Limits;
+use crate::engine_clients::{EngineClients, SocketRule};
 use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
 use crate::route::{Knobs, Prompt, RouteRequest, SourceLoad};
@@ -146,6 +148,20 @@ impl Engine {
         }
     }
 
+    /// At a Unix socket in this directory.
+    pub(super) async fn at_socket(dir: &Path) -> Self {
+        let mut engine = Self::start().await;
+        let path = dir.join("engine.sock");
+        engine.url = format!("unix:{}", path.display());
+        let listener = UnixListener::bind(path).unwrap();
+        let router = Router::new()
+            .fallback(answer)
+            .with_state(Arc::clone(&engine.inner));
+        let server = async move { axum::serve(listener, router).await.unwrap() };
+        drop(TaskTracker::new().spawn(server));
+        engine
+    }
+
     /// An address that no connection is tried to.
     pub(super) async fn unreachable() -> Self {
         let mut engine = Self::start().await;
@@ -228,8 +244,9 @@ impl Engine {
     }
 
     /// Leaves an idle connection to the engine in the client's pool.
-    pub(super) async fn connect(&self, client: &reqwest::Client) {
-        let answer = client.post(&self.url).body("{}").send().await.unwrap();
+    pub(super) async fn connect(&self, clients: &EngineClients) {
+        let asked = clients.request(Method::POST, &self.url, "/").body("{}");
+        let answer = asked.send().await.unwrap();
         answer.bytes().await.unwrap();
         for _ in 0..100 {
             tokio::task::yield_now().await;
@@ -561,7 +578,8 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: EngineClient::new(&settings, Arc::clone(&metrics), 64).unwrap(),
+            engines: EngineClient::new(&settings, Arc::clone(&metrics), 64, SocketRule::Allowed)
+                .unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
             tenants: Arc::new(Tenants::new(
