@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use warmroute_chat::openai::{
     PromptList, PromptRoute, PromptSource, SpecialTokens, SseEvent, SseSplitter, StreamObserver,
-    TokenUsage, parse,
+    TokenUsage, form_field, parse,
 };
 use warmroute_chat::tokenize::{ChatTemplates, CivilTime, ReferenceComparison, Tokenizer};
 
@@ -105,6 +105,24 @@ fn check_forwarded(body: &[u8]) {
             .get("kv_cache_report_mode")
             .is_none()
     );
+}
+
+/// A form: the first line is its content type. A field that is found is a part of the body.
+pub(crate) fn form(data: &[u8]) {
+    let end = data.iter().position(|byte| *byte == b'\n');
+    let Some((kind, body)) = end.and_then(|end| data.split_at_checked(end)) else {
+        return;
+    };
+    let Ok(kind) = std::str::from_utf8(kind) else {
+        return;
+    };
+    let body = &body[1..];
+    if let Some(model) = form_field(kind, body, "model") {
+        assert!(model.len() <= 1024);
+        let model = model.as_bytes();
+        let end = [model, &b"\r\n--"[..]].concat();
+        assert!(body.windows(end.len()).any(|part| part == end));
+    }
 }
 
 /// A stream: the first byte is the size of the chunks that the rest comes in.

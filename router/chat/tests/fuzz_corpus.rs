@@ -44,6 +44,11 @@ fn completions() {
 }
 
 #[test]
+fn forms() {
+    replay("form", drive::form);
+}
+
+#[test]
 fn streams() {
     replay("sse", drive::sse);
 }
