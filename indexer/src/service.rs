@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
 use warmroute_index::view::{self, SourceCut, WorkerView};
-use warmroute_index::writer::{self, RECLAIM_MAX};
+use warmroute_index::writer;
 use warmroute_plane::{
     Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, ServiceRequest,
 };

@@ -15,10 +15,22 @@ use crate::fold::{Fold, ParsedMessage, RecordVerdict};
 use crate::tree::{Growth, SourceNumber};
 
 /// Blocks of dead generations that are freed between two batches.
-pub const RECLAIM_MAX: usize = 1024;
+const RECLAIM_MAX: usize = 1024;
 
 /// Blocks of dead generations that are freed under one lock while there are readers.
 const RECLAIM_TURN: usize = 64;
+
+/// Turns of one [`reclaim`]: some milliseconds of work.
+const IDLE_TURNS: usize = 128;
+
+/// Frees blocks of dead generations, between two looks at an idle log.
+pub fn reclaim(fold: &FairRwLock<Fold>) {
+    for _ in 0..IDLE_TURNS {
+        if !fold.write().reclaim(RECLAIM_TURN) {
+            return;
+        }
+    }
+}
 
 /// Applies messages. Returns their verdicts, and the fold's position after them.
 pub fn apply(

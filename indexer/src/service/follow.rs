@@ -440,9 +440,9 @@ impl Worker {
             let mut fold = self.shared.write();
             let now = now();
             fold.tick(now);
-            fold.reclaim(RECLAIM_MAX);
             fold.poll_reload(now)
         };
+        writer::reclaim(&self.shared.fold);
         if !diverged.is_empty() && self.reload(&diverged).await {
             return Err(unavailable("a snapshot was loaded to repair a source"));
         }

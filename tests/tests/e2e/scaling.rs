@@ -33,15 +33,11 @@ const CLIENTS: u64 = 4;
 const LONG: usize = 40;
 const SCALING_MAX: Duration = Duration::from_secs(120);
 
-/// Decisions without the index, which on a busy machine answers after its deadline of 10 ms.
-const OF_A_BUSY_MACHINE: &str = "WarmrouteIndexNotUsed";
-
 /// Longer than Prometheus takes to scrape a change and to evaluate its rules.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// The tree keeps up to a segment of blocks and one of runs, 64 KiB each, whatever its size; the
-/// estimate adds an eighth.
-const SEGMENTS: f64 = 147_456.0;
+/// An indexer's memory is back: at most so many times as much as before the fleet grew.
+const BACK: f64 = 1.2;
 
 const ENGINES: Engines = Engines {
     count: START,
@@ -50,16 +46,29 @@ const ENGINES: Engines = Engines {
     flags: &["--itl-ms", "2", "--prefill-tokens-per-sec", "200000"],
 };
 
-/// Engines that leave: room for prompts of their own, which the index must forget.
-const LEAVING: Engines = Engines {
-    blocks: 20_000,
+/// Engines that stay. Their caches are full before the fleet grows, so that the index needs as much
+/// memory for them before and afterwards.
+const STAYING: Engines = Engines {
+    blocks: 1_500,
     ..ENGINES
 };
 
-/// Tokens of each own prompt, and blocks of all of them together: more memory of the index than the
-/// workers that stay need.
+/// An engine keeps some blocks for what it computes.
+const STAYING_HELD: u64 = STAY as u64 * 1_500 * 48 / 50;
+
+/// Requests that put all cached blocks of the workers that stay to new places.
+const TURNOVER: u64 = 1_500;
+
+/// Engines that leave: room for prompts of their own, which the index must forget.
+const LEAVING: Engines = Engines {
+    blocks: 40_000,
+    ..ENGINES
+};
+
+/// Tokens of each own prompt, and blocks of all of them together: several times as many as the
+/// workers that stay hold.
 const OWN_TOKENS: usize = 16_000;
-const OWN_BLOCKS: usize = 45_000;
+const OWN_BLOCKS: usize = 100_000;
 
 /// Clients that send one request after the other until stopped. Each answer must be whole.
 pub(crate) struct Clients {
@@ -100,13 +109,18 @@ impl Clients {
         clients
     }
 
+    /// Requests that succeeded so far.
+    fn served(&self) -> u64 {
+        self.served.load(Ordering::Relaxed)
+    }
+
     /// Returns the number of requests, which all succeeded.
     pub(crate) async fn end(mut self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(ended) = self.tasks.join_next().await {
             ended.expect("no request fails");
         }
-        self.served.load(Ordering::Relaxed)
+        self.served()
     }
 }
 
@@ -137,10 +151,17 @@ async fn traces(fleet: &Fleet, top: usize) -> Vec<String> {
     found
 }
 
-/// Alerts whose condition holds.
+/// Series if an indexer answered too late, after more than 10 ms, for a tenth of the decisions.
+const LATE: &str = "sum(rate(warmroute_router_index_failures_total[15m]))
+    > 0.1 * sum(rate(warmroute_router_ladder_total[15m]))";
+
+/// Alerts whose condition holds. Where indexers answer too late, as on a busy machine, that decisions
+/// are made without the index is right and no trace of the workers that left.
 async fn alerts(fleet: &Fleet, prometheus: &Prometheus) -> Vec<String> {
     let mut alerts = prometheus.alerts(fleet).await;
-    alerts.retain(|alert| alert["labels"]["alertname"] != OF_A_BUSY_MACHINE);
+    if !prometheus.query(fleet, LATE).await.is_empty() {
+        alerts.retain(|alert| alert["labels"]["alertname"] != "WarmrouteIndexNotUsed");
+    }
     alerts.iter().map(Value::to_string).collect()
 }
 
@@ -177,6 +198,7 @@ async fn indexer_metric(fleet: &Fleet, index: usize, name: &str) -> f64 {
     fleet.metric_at(page, &name).await
 }
 
+/// All memory that an indexer's tree and lists keep, in use or free.
 async fn memory(fleet: &Fleet, index: usize) -> f64 {
     indexer_metric(fleet, index, "memory_estimated_bytes").await
 }
@@ -189,18 +211,21 @@ async fn blocks(fleet: &Fleet, index: usize) -> u64 {
     sources.filter_map(|source| source["blocks"].as_u64()).sum()
 }
 
-async fn print_memory(fleet: &Fleet, index: usize, when: &str) {
-    let estimated = memory(fleet, index).await;
+/// Prints the index's memory, and returns it. That of the process, printed beside it, has buffers of
+/// snapshots and messages too.
+async fn print_memory(fleet: &Fleet, index: usize, when: &str) -> f64 {
+    let kept = memory(fleet, index).await;
     let resident = indexer_metric(fleet, index, "resident_bytes").await;
     let blocks = blocks(fleet, index).await;
-    println!(
-        "indexer {index}, {when}: {estimated} bytes estimated, {resident} resident, {blocks} blocks"
-    );
+    println!("indexer {index}, {when}: {kept} bytes kept, {resident} resident, {blocks} blocks");
+    kept
 }
 
-async fn grow(fleet: &mut Fleet, top: usize) {
-    for index in START..top {
-        let setup = if index < STAY { &ENGINES } else { &LEAVING };
+/// Adds workers until there are so many.
+async fn grow(fleet: &mut Fleet, top: usize) -> Duration {
+    let begin = Instant::now();
+    for index in fleet.engines.len()..top {
+        let setup = if index < STAY { &STAYING } else { &LEAVING };
         let index = fleet.add_engine(setup).await;
         fleet.add_shim(index, setup).await;
     }
@@ -213,6 +238,7 @@ async fn grow(fleet: &mut Fleet, top: usize) {
     fleet
         .until("every router uses every worker", serve_all)
         .await;
+    begin.elapsed()
 }
 
 /// Fills the caches of the workers that leave, until the indexers hold these blocks.
@@ -271,17 +297,22 @@ async fn workers_come_and_go_under_load_and_leave_nothing() {
         indexer: &["--snapshot-every-secs", "5"],
         ..Flags::default()
     };
-    let mut fleet = Fleet::start(mode, ENGINES, flags).await;
+    let mut fleet = Fleet::start(mode, STAYING, flags).await;
     let prometheus = Prometheus::start(&fleet).await;
     let clients = Clients::start(&fleet);
     let begin = Instant::now();
-    grow(&mut fleet, top).await;
-    let grown = begin.elapsed();
+    let mut grown = grow(&mut fleet, STAY).await;
+    let full = async |fleet: &Fleet| {
+        blocks(fleet, 0).await >= STAYING_HELD && clients.served() >= TURNOVER
+    };
+    let most = Duration::from_secs(180);
+    fleet.until_within(most, "the caches are full", full).await;
+    let before = print_memory(&fleet, 0, "before the fleet grows").await;
+    grown += grow(&mut fleet, top).await;
     println!("{START} to {top} workers: {grown:?}");
     fill(&fleet, top).await;
-    sleep(Duration::from_secs(5)).await;
-    print_memory(&fleet, 0, "with all workers").await;
-    let full = memory(&fleet, 0).await;
+    let full = print_memory(&fleet, 0, "with all workers").await;
+    assert!(full > 2.0 * before, "{full}, {before}");
 
     let shrinking = Instant::now();
     shrink(&fleet, top).await;
@@ -297,18 +328,16 @@ async fn workers_come_and_go_under_load_and_leave_nothing() {
     println!("{served} requests, none failed");
     assert_content(&fleet).await;
 
-    // Also after a restart of an indexer, and as much memory as one that never had more workers.
+    // Also after a restart of an indexer, which forgets what its snapshot has of workers that left.
     fleet.parts().indexers[1].restart().await;
     let base = fleet.indexes()[1].clone();
     let is_ready = async |fleet: &Fleet| fleet.is_ready(&base).await;
     fleet.until("the indexer is ready again", is_ready).await;
     until_left(&fleet, &prometheus, top).await;
     assert_content(&fleet).await;
-    // The restarted one also forgets what its snapshot has of workers that left.
     let freed = async |fleet: &Fleet| {
         let (old, new) = (memory(fleet, 0).await, memory(fleet, 1).await);
-        let most = 1.2 * old.min(new) + SEGMENTS;
-        old.max(new) <= most && most < full
+        old.max(new) <= BACK * before
     };
     let most = Duration::from_secs(120);
     fleet.until_within(most, "memory is freed", freed).await;

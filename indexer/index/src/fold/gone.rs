@@ -58,6 +58,7 @@ impl Fold {
                 return Touched::Nothing;
             }
             fold.set_aside(&mut self.tree, Holding::Freed);
+            self.tree.trim();
             Touched::Standing
         });
         let too_many = long_gone.len().saturating_sub(GONE_MAX);

@@ -178,6 +178,8 @@ pub struct Tree {
     open: Vec<TierMask>,
     free: Vec<SourceNumber>,
     closed: Vec<SourceNumber>,
+    /// Free memory is returned without a reserve.
+    is_trimming: bool,
     nodes: usize,
     /// Number of (run, source in it) pairs.
     holders: usize,
@@ -199,6 +201,7 @@ impl Default for Tree {
             open: Vec::new(),
             free: Vec::new(),
             closed: Vec::new(),
+            is_trimming: false,
             nodes: 0,
             holders: 0,
             heap: 0,

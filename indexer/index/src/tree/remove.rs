@@ -7,7 +7,7 @@ use super::run::RunId;
 use super::store::Range;
 use super::{ChangeError, Position, SourceHoldings, SourceNumber, Tree};
 
-/// Free bytes that are always kept: a segment of blocks.
+/// Free bytes that are kept while sources come and go: a segment of blocks.
 const SPARE_MIN: usize = 1 << 16;
 
 /// How exactly a holder's end is computed.
@@ -201,12 +201,12 @@ impl Tree {
             }
             left = left.saturating_sub(taken as usize + 1);
         }
+        if self.nodes == 0 || self.is_trimming {
+            self.is_trimming = self.compact_to(left, 0, 0);
+            return self.is_trimming;
+        }
         let in_use = self.blocks.bytes() - self.blocks.spare_bytes();
-        let spare_max = match self.nodes {
-            0 => 0,
-            _ => (in_use / 8).max(SPARE_MIN),
-        };
-        self.compact(left, spare_max)
+        self.compact(left, (in_use / 8).max(SPARE_MIN))
     }
 
     /// Removes a dead source from the last blocks of a run, at most `blocks_max`. Returns their

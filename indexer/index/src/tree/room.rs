@@ -58,10 +58,26 @@ impl Tree {
         !self.closed.is_empty()
     }
 
+    /// From now on [`Self::reclaim`] frees the memory that closed sources leave without a reserve for
+    /// new blocks, until it is done.
+    pub const fn trim(&mut self) {
+        self.is_trimming = true;
+    }
+
     /// Moves about `blocks_max` blocks or links. Frees chunks until at most `spare_max` bytes are
     /// spare, and runs until few are free. Returns true while work remains. Moves one chunk or run
     /// for each freed one at most.
     pub fn compact(&mut self, blocks_max: usize, spare_max: usize) -> bool {
+        self.compact_to(blocks_max, spare_max, self.runs.reserve())
+    }
+
+    /// [`Self::compact`], with the number of runs that may be free.
+    pub(super) fn compact_to(
+        &mut self,
+        blocks_max: usize,
+        spare_max: usize,
+        free_runs_max: usize,
+    ) -> bool {
         let mut left = blocks_max;
         while self.blocks.spare_bytes() > spare_max {
             if left == 0 {
@@ -77,10 +93,10 @@ impl Tree {
             }
             left = left.saturating_sub(CHUNK);
         }
-        if self.runs.is_sparse() {
+        if self.runs.free_count() > free_runs_max {
             self.drop_grown();
         }
-        while self.runs.is_sparse() {
+        while self.runs.free_count() > free_runs_max {
             if left == 0 {
                 return true;
             }

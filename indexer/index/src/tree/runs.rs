@@ -105,9 +105,13 @@ impl RunArena {
         }
     }
 
-    /// Returns true if at least a segment and more than an eighth of the runs are free.
-    pub(super) fn is_sparse(&self) -> bool {
-        self.free_count >= SEGMENT && self.free_count > self.len() / 8
+    pub(super) const fn free_count(&self) -> usize {
+        self.free_count
+    }
+
+    /// Free runs that are kept while sources come and go: an eighth, and less than a segment.
+    pub(super) fn reserve(&self) -> usize {
+        (self.len() / 8).max(SEGMENT - 1)
     }
 
     /// Bytes of the segments and the free list.

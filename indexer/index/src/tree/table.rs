@@ -16,8 +16,6 @@ use super::room::heap;
 const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 12;
 const SLOTS_MIN: usize = 8;
-/// Smaller shards shrink only when empty.
-const SHRINK_MIN: usize = 16;
 const EMPTY: TableSlot = TableSlot(0);
 
 /// Tag in the high half, place plus one in the low half; zero if empty.
@@ -155,9 +153,14 @@ impl PrefixTable {
         }
         shard.close_gap(at);
         shard.used -= 1;
-        if shard.used == 0 || (length >= SHRINK_MIN && shard.used * 5 <= 2 * length) {
+        let smaller = match shard.used {
+            0 => 0,
+            used if used * 5 <= 2 * length => (used * 2).max(SLOTS_MIN),
+            _ => length,
+        };
+        if smaller < length {
             self.bytes -= shard.bytes();
-            shard.resize(shard.used * 2);
+            shard.resize(smaller);
             self.bytes += shard.bytes();
         }
     }

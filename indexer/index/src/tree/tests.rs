@@ -397,6 +397,7 @@ fn memory_of_closed_sources_is_freed() {
     }
     // Those that stay are spread over all memory.
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().partition(|number| number.0 % 8 == 7);
+    let full_image = tree.image(&numbers);
     for number in gone {
         tree.close(number);
     }
@@ -407,6 +408,21 @@ fn memory_of_closed_sources_is_freed() {
     let (old, new) = (tree.bytes(), fresh.bytes());
     assert!(full > 5 * new, "{full} bytes of 40 sources");
     assert!(old * 5 <= new * 6, "{old} bytes, and {new} of a fresh tree");
+    // Without a reserve, and after a restart from an image of all.
+    let (mut restored, all) = Tree::from_image(&full_image).unwrap();
+    for number in all.iter().filter(|number| number.0 % 8 != 7) {
+        restored.close(*number);
+    }
+    restored.trim();
+    tree.trim();
+    while tree.reclaim(64) | restored.reclaim(64) {}
+    restored.check();
+    for bytes in [tree.bytes(), restored.bytes()] {
+        assert!(
+            bytes * 10 <= new * 11,
+            "{bytes} bytes, and {new} of a fresh tree"
+        );
+    }
 }
 
 /// A run that grows, has a child, and grows again.

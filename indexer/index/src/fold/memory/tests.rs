@@ -275,3 +275,39 @@ fn recent_removals_count() {
     assert!(bytes >= 1000 * size_of::<u64>(), "{bytes}");
     assert!(world.fold.bytes() > bytes);
 }
+
+/// Prompts of all workers, mixed in memory. Those of the first `staying` come in every world.
+fn grown(workers: u64, staying: u64) -> World {
+    let mut world = World::with_memory(None);
+    world.fold.watch_begins();
+    world.fold.watch_is_current(world.now);
+    for round in 0..60 {
+        for worker in 0..workers {
+            let name = format!("w{worker}");
+            if round == 0 {
+                world.register(&name);
+            }
+            let blocks = 5 + (worker + round) % 20;
+            let changes = own(worker << 8 | round, 0, blocks);
+            world.publish(&format!("{name}/0"), changes);
+        }
+    }
+    for worker in staying..workers {
+        world.deregister(&format!("w{worker}"));
+    }
+    world.wait(FREE_AFTER);
+    while world.fold.reclaim(64) {}
+    world.wait(SECOND);
+    world
+}
+
+#[test]
+fn a_fleet_that_shrank_takes_as_much_memory_as_one_that_never_grew() {
+    let (shrunk, never) = (grown(24, 3), grown(3, 3));
+    assert_eq!(shrunk.fold.tree().nodes(), never.fold.tree().nodes());
+    let (old, new) = (shrunk.fold.bytes(), never.fold.bytes());
+    assert!(old * 5 <= new * 6, "{old} bytes, and {new}");
+    // All but the fences, which stay for a day.
+    let [old, new] = [&shrunk, &never].map(|world| world.fold.tree().bytes());
+    assert!(old * 20 <= new * 21, "{old} bytes of blocks, and {new}");
+}
