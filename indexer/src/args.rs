@@ -151,6 +151,11 @@ pub struct DoctorArgs {
     /// With --probe: file with the authorities in PEM of https:// engines, instead of the system's.
     #[arg(long, env = "WARMROUTE_ENGINE_CA", value_name = "FILE")]
     pub engine_ca: Option<PathBuf>,
+    /// URLs of the NATS servers' monitoring ports, separated by commas, such as
+    /// http://127.0.0.1:8222: finds processes whose credentials are refused, which leave no other
+    /// trace.
+    #[arg(long, env = "WARMROUTE_NATS_MONITOR", value_name = "URLS")]
+    pub nats_monitor: Option<String>,
     /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,

@@ -14,7 +14,7 @@ use warmroute_indexer::args::{
     Command, CredentialsArgs, CredentialsStep, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig,
 };
 use warmroute_indexer::doctor::collect::PlaneReader;
-use warmroute_indexer::doctor::diagnose;
+use warmroute_indexer::doctor::{diagnose, refused_clients};
 use warmroute_indexer::http::{self, ApiKey};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
@@ -98,6 +98,10 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
     if how.probe {
         let tls = EngineTls::of_file(how.engine_ca.as_deref()).context("--engine-ca")?;
         state.probes = Some(look.probe(&state, &tls).await.context("probing engines")?);
+    }
+    if let Some(urls) = &how.nats_monitor {
+        let refused = refused_clients(urls).await.context("--nats-monitor")?;
+        state.refused = Some(refused);
     }
     state.complaint = plane.last_server_error();
     state.indexers_expected = how.expect_indexers;

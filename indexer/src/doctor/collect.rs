@@ -106,6 +106,7 @@ impl PlaneReader {
             snapshots,
             complaint: None,
             probes: None,
+            refused: None,
             unix_ns: unix_ns(),
             indexers_expected: None,
             registry_read: true,

@@ -181,6 +181,9 @@ codes! {
         "a newer version wrote it, or it is damaged: upgrade this tool, or restart the key's owner";
     PermissionMissing = "permission_missing", Warning,
         "give this user, or the indexer's, what deploy/nats/nats.conf gives it";
+    CredentialsRefused = "credentials_refused", Warning,
+        "a process offers these credentials and reaches nothing: allow the user again, or give the \
+         process others; its own log has `the server refuses the credentials`";
     AnswersTooLarge = "answers_too_large", Warning,
         "routers decide such prompts without this index: raise max_payload of the NATS servers, or \
          shorten workers' names";

@@ -13,6 +13,7 @@ mod finding;
 mod indexers;
 mod page;
 mod probe;
+mod refused;
 mod registry;
 mod routers;
 mod shims;
@@ -31,6 +32,7 @@ use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
 pub use finding::{Code, Finding, Severity};
 pub use page::Report;
 pub use probe::{EngineProbe, ProbeOutcome};
+pub use refused::{RefusedClient, refused_clients};
 pub use registry::Registry;
 
 use crate::same_log::LogMatch;
@@ -71,6 +73,8 @@ pub struct PlaneState {
     pub complaint: Option<String>,
     /// Probes of engines, if any were asked for.
     pub probes: Option<Vec<EngineProbe>>,
+    /// Clients that the servers refuse, if their monitoring ports were asked.
+    pub refused: Option<Vec<RefusedClient>>,
     /// Local clock.
     pub unix_ns: u64,
     /// Expected number of indexers, if configured.
@@ -114,6 +118,7 @@ pub fn diagnose(state: &PlaneState) -> Report {
     let mut findings = Findings::default();
     let mut rest = Vec::new();
     streams::judge(state, &mut findings, &mut rest);
+    refused::judge(state, &mut findings, &mut rest);
     if state.registry_read {
         registry::judge(state, &mut findings, &mut rest);
         routers::judge(state, &mut findings);

@@ -8,7 +8,9 @@ use warmroute_proto::registry::{
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{DpRank, Generation, RouterId, Source, WorkerId, codec, load::RouterEntry};
+use warmroute_proto::{
+    DpRank, Generation, RouterId, Source, TierState, WorkerId, codec, load::RouterEntry,
+};
 
 use super::{Code, Findings, PlaneState, StatusLine};
 
@@ -114,7 +116,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     }
     generations(state, findings);
     demotions(registry, findings);
-    drained_returned(registry, findings);
+    drained_returned(state, findings);
     let versions = registry.versions();
     if versions.len() > 1 {
         let about = versions
@@ -140,14 +142,26 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     }
 }
 
-/// Drained workers whose name another shim uses now.
-fn drained_returned(registry: &Registry, findings: &mut Findings) {
+/// Drained workers under whose name another engine runs.
+///
+/// The shim is another one, and its engine has provably published nothing in its life: what no router
+/// uses stays so. An engine that was drained has published what it served, and a restart of its shim
+/// alone is no news. An engine whose losses are hidden proves nothing and is not named.
+fn drained_returned(state: &PlaneState, findings: &mut Findings) {
+    let registry = &state.registry;
     for (worker, entry) in &registry.drained {
         let context = registry.contexts.get(worker);
         let context = context.filter(|context| context.turn == entry.turn);
         let shim = registry.shims.get(worker).map(|shim| shim.instance);
-        let returned = context.is_some_and(|context| shim.is_some() && shim != context.shim);
-        if returned && registry.workers.contains_key(worker) {
+        let is_another = context.is_some_and(|context| shim.is_some() && shim != context.shim);
+        let registered = registry.workers.get(worker).filter(|_| is_another);
+        let is_new = |source: &Source| {
+            let heard = state.heartbeats.get(source);
+            heard.is_some_and(|heard| {
+                heard.last.states.gpu == TierState::Complete && heard.last.engine_seq.is_none()
+            })
+        };
+        if registered.is_some_and(|entry| sources(entry).all(|source| is_new(&source))) {
             findings.add(Code::DrainedReturned, worker.to_string());
         }
     }

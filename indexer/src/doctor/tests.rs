@@ -10,7 +10,7 @@ use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{SourceFault, SourceView};
 use warmroute_proto::{
-    Digest, EngineHealth, EngineSeq, RouterId, Tiers, WorkerId, codec, load::RouterEntry,
+    Digest, EngineHealth, EngineSeq, RouterId, TierState, Tiers, WorkerId, codec, load::RouterEntry,
 };
 
 use super::*;
@@ -76,7 +76,7 @@ fn heartbeats(name: &str) -> ShimHeartbeats {
             generation: Generation(3),
             number: Some(RecordNumber(7)),
             engine_seq: Some(EngineSeq(9)),
-            states: Tiers::all(warmroute_proto::TierState::Complete),
+            states: Tiers::all(TierState::Complete),
             after: digest(1),
             health: EngineHealth::Healthy,
             sent_at: None,
@@ -210,6 +210,7 @@ fn healthy() -> PlaneState {
         faults: [("a".to_owned(), ReplicaFaults::default())].into(),
         complaint: None,
         probes: None,
+        refused: None,
         unix_ns: NOW,
         indexers_expected: Some(2),
         registry,
@@ -680,12 +681,48 @@ fn a_drained_worker_that_returned_is_named() {
         state.registry.drained.insert(worker.clone(), entry);
         state.registry.contexts.insert(worker, context);
     };
-    check(Code::DrainedReturned, |state| drain(state, 9, 3));
+    // The engine has published nothing: it is not the one that was drained.
+    let is_new = |state: &mut PlaneState| {
+        for heard in state.heartbeats.values_mut() {
+            heard.last.engine_seq = None;
+        }
+    };
+    check(Code::DrainedReturned, |state| {
+        drain(state, 9, 3);
+        is_new(state);
+    });
     for (shim, turn) in [(1, 3), (9, 2)] {
         let mut state = healthy();
         drain(&mut state, shim, turn);
+        is_new(&mut state);
         assert_eq!(codes(&diagnose(&state)), []);
     }
+    // Only its shim was restarted, or the shim cannot know.
+    let mut state = healthy();
+    drain(&mut state, 9, 3);
+    assert_eq!(codes(&diagnose(&state)), []);
+    is_new(&mut state);
+    for heard in state.heartbeats.values_mut() {
+        heard.last.states.gpu = TierState::Unverified;
+    }
+    let found = codes(&diagnose(&state));
+    assert!(!found.contains(&Code::DrainedReturned), "{found:?}");
+}
+
+#[test]
+fn refused_clients_are_named() {
+    check(Code::CredentialsRefused, |state| {
+        state.refused = Some(vec![RefusedClient {
+            name: "warmroute-shim-1".to_owned(),
+            ip: "10.0.0.7".to_owned(),
+            user: None,
+            reason: "Authentication Failure".to_owned(),
+            times: 31,
+        }]);
+    });
+    let mut state = healthy();
+    state.refused = Some(Vec::new());
+    assert_eq!(codes(&diagnose(&state)), []);
 }
 
 #[test]

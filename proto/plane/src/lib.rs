@@ -33,7 +33,7 @@ pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseW
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
     ClockOffset, ExistingStreams, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError,
-    NatsPlane, NatsStats, NatsTls, SetupDifference, StreamRole, StreamUsage,
+    NatsPlane, NatsStats, NatsTls, SetupDifference, StreamRole, StreamUsage, unix_ns_of_rfc3339,
 };
 pub use registry_watch::RegistryWatch;
 

@@ -40,6 +40,7 @@ pub const OURS: &[&str] = &[
     "MAX_MEMORY",
     "NAMESPACE",
     "NATS_CREDS",
+    "NATS_MONITOR",
     "NATS_TLS",
     "NATS_URL",
     "OUTBOX_BYTES",

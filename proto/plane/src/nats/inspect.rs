@@ -120,6 +120,13 @@ async fn clock(core: &NatsCore, unix_ns: fn() -> u64) -> Option<ClockOffset> {
     offset(asked, time.unix_timestamp_nanos(), answered)
 }
 
+/// Nanoseconds since the Unix epoch of a time that a server reports.
+#[must_use]
+pub fn unix_ns_of_rfc3339(time: &str) -> Option<u64> {
+    let time = parse_rfc3339(time).ok()?;
+    u64::try_from(time.unix_timestamp_nanos()).ok()
+}
+
 fn offset(asked: u64, server: i128, answered: u64) -> Option<ClockOffset> {
     const MS: i128 = 1_000_000;
     let half = i128::from(answered.saturating_sub(asked)) / 2;

@@ -41,7 +41,7 @@ use warmroute_proto::LogPosition;
 pub use config::{
     ExistingStreams, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference,
 };
-pub use inspect::{ClockOffset, NamespaceSetup, StreamRole, StreamUsage};
+pub use inspect::{ClockOffset, NamespaceSetup, StreamRole, StreamUsage, unix_ns_of_rfc3339};
 pub use link::POLL;
 pub use permissions::{PermissionViolation, RefusedPermissions};
 pub use supervision::{INBOX_PROBE, InboxProbe, next_supervised};

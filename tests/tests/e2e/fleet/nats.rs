@@ -217,6 +217,15 @@ impl Fleet {
         signal(self.parts().server.lock().await.pid(), "HUP");
     }
 
+    /// URL of the server's monitoring port, with [`Access::LeastPrivilege`].
+    pub(crate) fn monitor(&self) -> String {
+        let file = self.place.path("nats.conf");
+        let text = std::fs::read_to_string(&file).expect("the server's configuration");
+        let (_, rest) = text.split_once("\nhttp: \"").expect("a monitoring port");
+        let (address, _) = rest.split_once('"').expect("its end");
+        format!("http://{address}")
+    }
+
     /// One shim's link to the plane.
     pub(crate) fn link(&self, shim: usize) -> &Proxy {
         &self.parts().proxies[shim]
@@ -351,15 +360,16 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
         }
         Access::LeastPrivilege => {
             let file = place.path("nats.conf");
-            std::fs::write(&file, with_a_key()).expect("a file");
+            let port = format!("127.0.0.1:{}", free_port());
+            let text = with_a_key().replace(MONITOR, &port);
+            std::fs::write(&file, text).expect("a file");
             std::fs::write(place.path(SEED_FILE), SEED).expect("a file");
             let passwords = [
                 "INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM", "SHIM_0", "SHIM_1",
             ];
             let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
             let environment = names.iter().map(|name| (&**name, PASSWORD));
-            // The monitoring port is fixed in the file.
-            let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
+            let arguments: [OsString; 2] = ["-c".into(), file.into()];
             NatsServer::start_with(&arguments, &environment.collect::<Vec<_>>()).await
         }
         Access::SignedUsers => {
@@ -367,6 +377,7 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
             credentials_command(&["init", "--namespace", NAMESPACE, "--dir", &dir]);
             let file = place.path("nats.conf");
             std::fs::write(&file, with_signed_users()).expect("a file");
+            // The monitoring port is fixed in the file.
             let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
             NatsServer::start_with(&arguments, &[]).await
         }
@@ -378,6 +389,9 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
         }
     }
 }
+
+/// The monitoring port in the shipped configuration.
+const MONITOR: &str = "127.0.0.1:8222";
 
 /// Output of `warmroute-indexer credentials`.
 fn credentials_command(arguments: &[&str]) -> Vec<u8> {

@@ -109,6 +109,7 @@ async fn a_drained_worker_gets_nothing_new_from_any_router_until_it_is_undrained
     assert_eq!(shown["requests"], 0, "{shown}");
 
     outlives_restarts(&fleet, &drained, &only).await;
+    is_named_under_another_engine(&fleet, &drained).await;
     everybody_drained(&fleet, other).await;
 
     let (status, _) = say(&fleet, 0, &drained, "undrain").await;
@@ -142,10 +143,25 @@ async fn outlives_restarts(fleet: &Fleet, drained: &str, only: &BTreeSet<String>
     let row = page.lines().find(|line| line.starts_with("drained "));
     assert!(row.is_some_and(|row| row.contains(drained)), "{page}");
     assert!(
-        page.contains("drained_returned"),
-        "its shim is another one: {page}"
+        !page.contains("drained_returned"),
+        "its engine is the drained one: {page}"
     );
     assert!(!page.contains("registry_unreadable"), "{page}");
+}
+
+/// Engine and shim are replaced, and the drain stands: `doctor` names the worker.
+async fn is_named_under_another_engine(fleet: &Fleet, drained: &str) {
+    let index = WORKERS.iter().position(|name| *name == drained).unwrap();
+    for process in [&fleet.engines[index].process, &fleet.parts().shims[index]] {
+        process.signal("TERM");
+        process.ended().await;
+        process.restart().await;
+    }
+    let named = async |fleet: &Fleet| {
+        let (_, page) = fleet.command("doctor", &["doctor"]).await;
+        page.contains("drained_returned")
+    };
+    fleet.until("doctor names the worker", named).await;
 }
 
 async fn everybody_drained(fleet: &Fleet, other: &str) {

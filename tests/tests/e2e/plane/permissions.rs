@@ -116,6 +116,27 @@ async fn a_shim_whose_records_are_refused_is_not_credited() {
     assert!(forced_reconnects(&fleet, &base).await < 1.0);
 }
 
+/// No router and no registry ever knew it: only its server does.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_process_that_the_plane_never_knew_is_found_at_the_servers_monitoring_port() {
+    let fleet = start().await;
+    let unknown = "shim-worker-9";
+    let (code, _) = fleet
+        .command(unknown, &["doctor", "--wait-secs", "1"])
+        .await;
+    assert_eq!(code, Some(2), "the server refuses it");
+    let (_, found) = look(&fleet).await;
+    assert!(!format!("{found:?}").contains(unknown), "{found:#?}");
+    let (code, page) = fleet
+        .command("doctor", &["doctor", "--nats-monitor", &fleet.monitor()])
+        .await;
+    assert_eq!(code, Some(1), "{page}");
+    assert!(page.contains("credentials_refused"), "{page}");
+    assert!(page.contains(&format!("{unknown} at 127.0.0.1")), "{page}");
+    let nothing = ["doctor", "--nats-monitor", "http://127.0.0.1:9"];
+    assert_eq!(fleet.command("doctor", &nothing).await.0, Some(2));
+}
+
 /// The registry still renews the lease, and heartbeats still arrive.
 async fn until_uncredited(fleet: &Fleet) {
     let most = Duration::from_secs(8);
