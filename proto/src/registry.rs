@@ -81,8 +81,8 @@ impl DrainState {
     }
 }
 
-/// An operator's setting of a worker. It holds until the next one, across restarts of everything:
-/// no lease, never deleted.
+/// An operator's setting of a worker. It holds until the next one, across restarts of everything, and
+/// has no lease. Routers delete it a week after it was set to serving.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct DrainEntry {
     pub worker: WorkerId,
@@ -94,7 +94,7 @@ pub struct DrainEntry {
 }
 
 /// What a drain refers to, besides its [`DrainEntry`], which versions before it read alone. Written
-/// before the entry; without a counterpart it has no effect. Never deleted.
+/// before the entry, and deleted before it; without a counterpart it has no effect.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct DrainContext {
     pub worker: WorkerId,

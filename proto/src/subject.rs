@@ -204,7 +204,7 @@ impl Subjects {
     }
 
     /// Registry: what a worker's drain refers to. Below the routers' keys, where they may write. No
-    /// lease, never deleted.
+    /// lease.
     #[must_use]
     pub fn drain_context_key(&self, worker: &WorkerId) -> String {
         self.with(DRAIN_CONTEXT, &encode_name(worker.as_str()))
@@ -246,7 +246,7 @@ impl Subjects {
         decode_name(self.rest(key, "worker")?).map(WorkerId::from)
     }
 
-    /// Registry: an operator's drain setting of one worker. No lease, never deleted.
+    /// Registry: an operator's drain setting of one worker. No lease.
     #[must_use]
     pub fn drain_key(&self, worker: &WorkerId) -> String {
         self.with("drain", &encode_name(worker.as_str()))

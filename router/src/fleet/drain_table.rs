@@ -2,13 +2,22 @@
 //!
 //! Entries of one worker are ordered by their turn. A router that remembers a higher turn than the
 //! registry has (the registry lost it, or was restored from an older copy) writes it again.
+//!
+//! Names of workers may never return, so entries are collected. Invariant: an entry is deleted only if
+//! its absence means the same, which is that the worker serves, and only [`KEPT`] after it was
+//! written, when each router has read it. A drain until undone is never deleted.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::{DrainContext, DrainEntry, DrainState, DrainUntil};
 
-/// The last drain entry of each worker that ever had one, some hundred bytes each.
+/// Age of an entry that may be collected. A router that was cut off for longer may restore a drain
+/// that was undone.
+const KEPT: Duration = Duration::from_secs(7 * 86_400);
+
+/// The last drain entry of each worker, some hundred bytes each.
 #[derive(Debug, Default)]
 pub(crate) struct DrainTable {
     records: BTreeMap<WorkerId, DrainRecord>,
@@ -44,6 +53,11 @@ impl DrainTable {
     /// The registry has this context, of the drain of its turn.
     pub(crate) fn set_context(&mut self, context: DrainContext) {
         self.contexts.insert(context.worker.clone(), context);
+    }
+
+    /// The registry has no context of this worker.
+    pub(crate) fn context_absent(&mut self, worker: &WorkerId) {
+        self.contexts.remove(worker);
     }
 
     /// What the worker's drain refers to. `None`: it is not drained, or by an earlier version.
@@ -104,22 +118,57 @@ impl DrainTable {
 
     /// The registry has no entry of this worker. A deletion does not end a drain.
     pub(crate) fn absent(&mut self, worker: &WorkerId) {
-        if let Some(known) = self.records.get_mut(worker) {
-            known.stored = None;
-            known.is_missing = true;
+        match self.drain(worker) {
+            DrainState::Serving => drop(self.records.remove(worker)),
+            DrainState::Draining => {
+                if let Some(known) = self.records.get_mut(worker) {
+                    known.stored = None;
+                    known.is_missing = true;
+                }
+            }
         }
     }
 
     /// The registry has entries of these workers only.
     pub(crate) fn listed(&mut self, listed: &BTreeSet<WorkerId>) {
-        for (_, known) in self
-            .records
-            .iter_mut()
-            .filter(|(worker, _)| !listed.contains(worker))
-        {
-            known.stored = None;
-            known.is_missing = true;
+        let known = self.records.keys();
+        let absent: Vec<_> = known
+            .filter(|worker| !listed.contains(*worker))
+            .cloned()
+            .collect();
+        for worker in &absent {
+            self.absent(worker);
         }
+    }
+
+    /// Entries to delete, with their registry revisions: of workers that have served for long.
+    pub(crate) fn outdated(&self, now_unix_s: u64) -> Vec<(WorkerId, u64)> {
+        let old = self.old(now_unix_s).filter_map(|(worker, record)| {
+            let serves = record.entry.drain == DrainState::Serving;
+            Some((worker.clone(), record.stored.filter(|_| serves)?))
+        });
+        old.collect()
+    }
+
+    /// Writes that end drains until a restart, of workers that have been gone for long: whichever shim
+    /// registers the name would end them.
+    pub(crate) fn abandoned(
+        &self,
+        is_known: impl Fn(&WorkerId) -> bool,
+        now_unix_s: u64,
+    ) -> Vec<DrainWrite> {
+        let gone = self
+            .old(now_unix_s)
+            .filter(|(worker, _)| self.ends_with_restart(worker).is_some() && !is_known(worker));
+        gone.map(|(worker, record)| next(worker, DrainState::Serving, Some(record), now_unix_s))
+            .collect()
+    }
+
+    fn old(&self, now_unix_s: u64) -> impl Iterator<Item = (&WorkerId, &DrainRecord)> {
+        self.records.iter().filter(move |(_, record)| {
+            let age = now_unix_s.saturating_sub(record.entry.set_unix_s);
+            age >= KEPT.as_secs() && !record.is_missing
+        })
     }
 
     /// Writes that restore what the registry lacks.
@@ -159,6 +208,60 @@ fn next(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn entries_are_collected_when_their_absence_means_the_same() {
+        let (mut table, week) = (DrainTable::default(), KEPT.as_secs());
+        let worker = |name: &str| WorkerId::from(name);
+        let store = |table: &mut DrainTable, write: DrainWrite, revision| {
+            table.stored(write.entry, revision);
+        };
+        for (name, until) in [
+            ("gone", DrainUntil::Restart),
+            ("here", DrainUntil::Restart),
+            ("kept", DrainUntil::Undone),
+            ("back", DrainUntil::Undone),
+        ] {
+            let write = table.next_write(&worker(name), DrainState::Draining, 100);
+            store(&mut table, write.unwrap(), 1);
+            table.set_context(DrainContext {
+                worker: worker(name),
+                turn: 0,
+                shim: None,
+                until,
+            });
+        }
+        let write = table.next_write(&worker("back"), DrainState::Serving, 200);
+        store(&mut table, write.unwrap(), 2);
+        let is_known = |worker: &WorkerId| worker.as_str() == "here";
+
+        assert_eq!(table.abandoned(is_known, 99 + week), []);
+        let ends = table.abandoned(is_known, 100 + week);
+        assert_eq!(ends.len(), 1);
+        let (entry, replaces) = (&ends[0].entry, ends[0].replaces);
+        assert_eq!(
+            (entry.worker.as_str(), entry.turn, replaces),
+            ("gone", 1, Some(1))
+        );
+        assert_eq!(entry.drain, DrainState::Serving);
+        store(&mut table, ends[0].clone(), 3);
+
+        assert_eq!(table.outdated(199 + week), []);
+        assert_eq!(table.outdated(200 + week), [(worker("back"), 2)]);
+        // The ended drain is kept for as long again.
+        let later = table.outdated(100 + 2 * week);
+        assert_eq!(later, [(worker("back"), 2), (worker("gone"), 3)]);
+
+        // Routers forget what was collected, and restore a drain that was lost.
+        table.listed(&BTreeSet::new());
+        assert!(table.entry(&worker("back")).is_none());
+        let restored = table.missing();
+        let restored: Vec<_> = restored
+            .iter()
+            .map(|write| write.entry.worker.as_str())
+            .collect();
+        assert_eq!(restored, ["here", "kept"]);
+    }
 
     #[test]
     fn a_late_event_is_not_taken_for_a_loss() {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use prometheus::IntCounter;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval, interval_at};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PutIf, RegistryEvent, RegistryWatch, Revision};
 use warmroute_proto::registry::{
@@ -24,7 +24,10 @@ use crate::clock::unix_time;
 use crate::ready::Ready;
 
 /// Between two comparisons of the registry's drains with the known ones.
-const REPAIR_PERIOD: Duration = Duration::from_millis(500);
+pub(super) const REPAIR_PERIOD: Duration = Duration::from_millis(500);
+
+/// Between two collections of entries that nothing needs.
+const COLLECT_PERIOD: Duration = Duration::from_secs(3600);
 
 /// Attempts to write a drain while other routers write one of the same worker.
 const WRITES_MAX: usize = 4;
@@ -169,13 +172,21 @@ impl FleetRegistry {
         let mut drains = watch(self.subjects.drain_keys());
         let mut contexts = watch(self.subjects.drain_context_keys());
         let mut repairs = interval(REPAIR_PERIOD);
-        repairs.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut collections = interval_at(Instant::now() + COLLECT_PERIOD, COLLECT_PERIOD);
+        for ticks in [&mut repairs, &mut collections] {
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        }
         loop {
             tokio::select! {
                 event = workers.next() => self.worker_event(event).await,
                 event = contexts.next() => self.context_event(event),
                 event = drains.next() => self.drain_event(event, &drains),
                 _ = repairs.tick() => self.restore_drains().await,
+                _ = collections.tick(), if self.drains_read() => {
+                    if let Err(error) = self.collect_drains(unix_time().as_secs()).await {
+                        tracing::debug!(%error, "cannot collect drain entries");
+                    }
+                }
             }
         }
     }
@@ -230,8 +241,15 @@ impl FleetRegistry {
     }
 
     fn context_event(&self, event: RegistryEvent) {
-        let RegistryEvent::Put { key, entry } = event else {
-            return;
+        let (key, entry) = match event {
+            RegistryEvent::Put { key, entry } => (key, entry),
+            RegistryEvent::Gone { key } => {
+                if let Some(worker) = self.subjects.key_drain_context(&key) {
+                    self.fleet.state().drains.context_absent(&worker);
+                }
+                return;
+            }
+            RegistryEvent::Current => return,
         };
         match codec::decode::<DrainContext>(&entry.value) {
             Ok(found) if self.subjects.drain_context_key(&found.worker) == key => {
@@ -259,6 +277,45 @@ impl FleetRegistry {
                     return;
                 }
             }
+        }
+    }
+
+    /// Ends drains whose worker is gone for good, and deletes entries that say nothing any more. Each
+    /// router tries; a conflict is another one's success.
+    pub(super) async fn collect_drains(&self, now_unix_s: u64) -> Result<(), PlaneError> {
+        let (abandoned, outdated) = {
+            let state = self.fleet.state();
+            let is_known = |worker: &WorkerId| state.get(worker).is_some();
+            let abandoned = state.drains.abandoned(is_known, now_unix_s);
+            (abandoned, state.drains.outdated(now_unix_s))
+        };
+        for write in abandoned {
+            let worker = write.entry.worker.clone();
+            if self.shim_of(&worker).await?.is_some() {
+                continue;
+            }
+            match self.write(write).await {
+                Ok(()) => tracing::info!(%worker, "its drain until a restart ends: it is gone"),
+                Err(PlaneError::Conflict) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        for (worker, revision) in outdated {
+            // First, so that no later drain of the first turn meets it.
+            let context = self.subjects.drain_context_key(&worker);
+            if let Some(found) = self.plane.get(context.clone()).await? {
+                self.delete(context, found.revision).await?;
+            }
+            self.delete(self.subjects.drain_key(&worker), Revision(revision))
+                .await?;
+        }
+        Ok(())
+    }
+
+    async fn delete(&self, key: String, revision: Revision) -> Result<(), PlaneError> {
+        match self.plane.delete(key, revision).await {
+            Ok(()) | Err(PlaneError::Conflict) => Ok(()),
+            Err(error) => Err(error),
         }
     }
 

@@ -9,7 +9,9 @@ use warmroute_plane::{PutIf, Revision};
 use warmroute_proto::codec;
 use warmroute_proto::registry::{DrainUntil, ShimEntry};
 
+use super::super::registry::REPAIR_PERIOD;
 use super::*;
+use crate::clock::unix_time;
 
 fn worker() -> WorkerId {
     WorkerId::from("w.0")
@@ -269,4 +271,83 @@ async fn impossible_and_foreign_worker_entries_are_counted_and_change_nothing() 
     let known = fleet.snapshot().into_iter();
     let known: Vec<_> = known.map(|member| member.entry).collect();
     assert_eq!(known, [of_ranks("good", 2)]);
+}
+
+/// Both routers forget an entry that says nothing any more, and neither writes it again.
+#[tokio::test(start_paused = true)]
+async fn an_entry_that_says_nothing_is_deleted_for_all_routers() {
+    let plane = plane();
+    let routers = [Router::start(&plane), Router::start(&plane)];
+    let week = 7 * 86_400;
+    let collect = async |after: u64| {
+        let now = unix_time().as_secs() + after;
+        routers[0].registry.collect_drains(now).await.unwrap();
+    };
+    routers[0].set_drain(DrainState::Draining).await;
+    routers[1]
+        .until(|router| router.drain() == DrainState::Draining)
+        .await;
+    collect(10 * week).await;
+    assert!(stored(&plane).await.is_some(), "a drain until undone");
+
+    routers[1].set_drain(DrainState::Serving).await;
+    routers[0]
+        .until(|router| router.drain() == DrainState::Serving)
+        .await;
+    collect(week - 60).await;
+    assert!(stored(&plane).await.is_some(), "too young");
+    collect(week + 60).await;
+    assert_eq!(stored(&plane).await, None);
+    let context = plane.get(subjects().drain_context_key(&worker())).await;
+    assert_eq!(context.unwrap(), None);
+    for router in &routers {
+        let forgotten = |router: &Router| {
+            router
+                .registry
+                .fleet
+                .state()
+                .drains
+                .entry(&worker())
+                .is_none()
+        };
+        router.until(forgotten).await;
+    }
+    sleep(4 * REPAIR_PERIOD).await;
+    assert_eq!(stored(&plane).await, None, "no router restores it");
+
+    routers[1].set_drain(DrainState::Draining).await;
+    routers[0]
+        .until(|router| router.drain() == DrainState::Draining)
+        .await;
+    assert_eq!(stored(&plane).await.unwrap().0.turn, 0);
+}
+
+/// A worker that was drained until its restart and never came back.
+#[tokio::test(start_paused = true)]
+async fn a_drain_until_restart_of_a_worker_that_is_gone_for_good_ends() {
+    let plane = plane();
+    let router = Router::start(&plane);
+    router.until(|router| router.registry.drains_read()).await;
+    register(&plane, 1).await;
+    let name = worker();
+    let drained = router.registry.drain(&name, DrainUntil::Restart);
+    drained.await.unwrap();
+    let later = unix_time().as_secs() + 8 * 86_400;
+    router.registry.collect_drains(later).await.unwrap();
+    assert_eq!(router.drain(), DrainState::Draining, "its shim runs");
+    for key in [
+        subjects().shim_key(&worker()),
+        subjects().worker_key(&worker()),
+    ] {
+        let found = plane.get(key.clone()).await.unwrap();
+        if let Some(found) = found {
+            plane.delete(key, found.revision).await.unwrap();
+        }
+    }
+    router
+        .registry
+        .fleet
+        .update(|state| state.forget(&worker()));
+    router.registry.collect_drains(later).await.unwrap();
+    assert_eq!(router.drain(), DrainState::Serving);
 }
