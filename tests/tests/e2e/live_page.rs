@@ -85,6 +85,32 @@ return texts.map((node) => {
   return ratio < least && `${node.textContent}: ${ratio}`;
 }).filter(Boolean);";
 
+/// An expression: whether the page's background is dark.
+const DARK: &str = r"getComputedStyle(document.body).backgroundColor.match(/\d+/g).slice(0, 3)
+  .every((part) => Number(part) < 64)";
+
+/// A script: keeps what a screen reader is given to say in `window.announced`.
+const LISTEN: &str = r"
+window.announced = [];
+const node = document.getElementById('announcements');
+const keep = () => window.announced.push(node.textContent);
+new MutationObserver(keep).observe(node, { childList: true, characterData: true, subtree: true });";
+
+/// A script: marks what the tabulator must reach, and returns its number.
+const REACHABLE: &str = r"
+const all = 'a[href], button, input, select, textarea, summary, [tabindex=\'0\']';
+const nodes = [...document.querySelectorAll(all)].filter((node) => node.checkVisibility());
+nodes.forEach((node, at) => { node.dataset.stop = at; });
+nodes[0].focus();
+return nodes.length;";
+
+/// A script: the marked element that has the focus, if the focus is visible.
+const FOCUSED: &str = r"
+const node = document.activeElement;
+const style = getComputedStyle(node);
+const isVisible = style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0;
+return isVisible ? Number(node.dataset.stop) : null;";
+
 /// Reasons for made-up decisions, one for each kind.
 const REASONS: &str = r"
 const one = (worker, cost, more = {}) => ({
@@ -153,6 +179,8 @@ async fn assert_readable(browser: &Browser) {
         sleep(Duration::from_millis(100)).await;
         let over = "document.documentElement.scrollWidth - document.documentElement.clientWidth";
         assert_eq!(number(browser, over).await, 0, "{screen:?}");
+        let is_dark = browser.run(&format!("return {DARK}")).await;
+        assert_eq!(is_dark, json!(screen.scheme == "dark"), "{screen:?}");
         let faint = browser.run(FAINT).await;
         assert_eq!(faint, json!([]), "{screen:?}");
     }
@@ -195,6 +223,10 @@ async fn it_shows_the_fleet_and_what_happens_to_it() {
     let shown = number(&browser, STATES).await;
     let further = format!("{STATES} >= {shown} + 3");
     browser.until("a state each second", &further).await;
+    let loaded = "performance.getEntriesByType('resource').map((one) => one.name)";
+    let own = format!("{loaded}.every((name) => name.startsWith(location.origin + '/'))");
+    browser.until("nothing comes from elsewhere", &own).await;
+    assert!(number(&browser, &format!("{loaded}.length")).await >= 3);
     assert_shows_changes(&fleet, &browser).await;
     assert_gives_reasons(&browser).await;
     assert_eq!(browser.console().await, [""; 0]);
@@ -318,6 +350,7 @@ async fn named(browser: &Browser) -> BTreeSet<&'static str> {
 }
 
 async fn assert_shows_changes(fleet: &Fleet, browser: &Browser) {
+    browser.run(LISTEN).await;
     fleet.engines[1].process.kill();
     let killed = Instant::now();
     let unhealthy = format!("{}.includes('unhealthy')", row("worker-1"));
@@ -325,6 +358,8 @@ async fn assert_shows_changes(fleet: &Fleet, browser: &Browser) {
     report("live page: an engine that dies is unhealthy after", killed);
     let changes = "document.getElementById('changes').innerText.includes('worker-1 is unhealthy')";
     browser.until("the change is listed", changes).await;
+    let announced = "announced.some((text) => text.includes('worker-1 is unhealthy'))";
+    browser.until("a screen reader says so", announced).await;
     let drain = fleet.admin(1, "/admin/workers/worker-2/drain");
     let drain = fleet.http.post(drain).header("x-warmroute-admin", "1");
     assert!(drain.send().await.unwrap().status().is_success());
@@ -456,7 +491,18 @@ async fn assert_is_text_and_in_place(browser: &Browser) {
     );
 }
 
+/// The tabulator reaches each control in the order of the page, and shows where it is.
+async fn assert_tabs_through(browser: &Browser) {
+    let stops = browser.run(REACHABLE).await.as_u64().unwrap();
+    assert!((20..100).contains(&stops), "{stops} controls");
+    for stop in 0..stops {
+        assert_eq!(browser.run(FOCUSED).await, json!(stop), "of {stops}");
+        browser.press("\u{e004}").await;
+    }
+}
+
 async fn assert_is_used_by_keyboard(browser: &Browser) {
+    assert_tabs_through(browser).await;
     browser
         .run("document.querySelector('#sources th button').focus()")
         .await;
