@@ -111,7 +111,7 @@ impl PortAccess {
         if let Some(keys) = (self.keys)() {
             let owner = key_of(&keys, head.headers)?;
             if owner.role < needed {
-                return Err(AccessRefusal::Role);
+                return Err(AccessRefusal::Role(owner.key.id.clone()));
             }
             return Ok(Some(owner.key.id.clone()));
         }
@@ -168,7 +168,7 @@ pub fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 }
 
 /// Why a request is not served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 enum AccessRefusal {
     #[error("a key is needed: send Authorization: Bearer KEY")]
     NoKey,
@@ -177,7 +177,7 @@ enum AccessRefusal {
     #[error("the key has expired")]
     Expired,
     #[error("the key's role does not permit this")]
-    Role,
+    Role(KeyId),
     #[error("this port has no keys and is reached from the network: it serves probes and metrics")]
     NoKeys,
     #[error("a request from a page of another origin")]
@@ -186,6 +186,22 @@ enum AccessRefusal {
     ForeignHost,
     #[error("a change without a key needs the header X-Warmroute-Admin: 1")]
     NoHeader,
+}
+
+impl AccessRefusal {
+    /// The key that was sent, if it is known.
+    const fn key(&self) -> Option<&KeyId> {
+        match self {
+            Self::Role(key) => Some(key),
+            Self::NoKey
+            | Self::UnknownKey
+            | Self::Expired
+            | Self::NoKeys
+            | Self::CrossSite
+            | Self::ForeignHost
+            | Self::NoHeader => None,
+        }
+    }
 }
 
 impl IntoResponse for AccessRefusal {
@@ -197,7 +213,7 @@ impl IntoResponse for AccessRefusal {
                 let scheme = (header::WWW_AUTHENTICATE, "Bearer");
                 (StatusCode::UNAUTHORIZED, [json, scheme], body).into_response()
             }
-            Self::Role | Self::NoKeys | Self::CrossSite | Self::ForeignHost | Self::NoHeader => {
+            Self::Role(_) | Self::NoKeys | Self::CrossSite | Self::ForeignHost | Self::NoHeader => {
                 (StatusCode::FORBIDDEN, [json], body).into_response()
             }
         }

@@ -100,6 +100,7 @@ async fn changes_are_logged_with_their_key_and_refused_ones_with_the_reason() {
     assert!(!left.contains("status"), "{left}");
     assert!(left.contains("subject=\"worker-a\""), "{left}");
     assert!(refused.contains("admin change refused"), "{refused}");
+    assert!(refused.contains("key=\"grafana\""), "{refused}");
     assert!(refused.contains("path=\"/drain?x\""), "{refused}");
     for line in logged {
         assert!(!line.contains(OPERATE) && !line.contains(READ), "{line}");

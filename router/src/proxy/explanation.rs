@@ -18,9 +18,7 @@ const ADMIN_KEY: HeaderName = HeaderName::from_static("x-warmroute-admin-key");
 pub(super) enum Explanation {
     #[default]
     None,
-    /// All but names of workers that may be addresses.
-    WithoutAddresses,
-    Whole,
+    Shown,
 }
 
 impl Explanation {
@@ -34,16 +32,15 @@ impl Explanation {
         };
         match settings.explain_headers() {
             ExplainRule::Off => Self::None,
-            ExplainRule::AdminKey | ExplainRule::All if is_operator() => Self::Whole,
-            ExplainRule::AdminKey => Self::None,
-            ExplainRule::All => Self::WithoutAddresses,
+            ExplainRule::AdminKey if !is_operator() => Self::None,
+            ExplainRule::AdminKey | ExplainRule::All => Self::Shown,
         }
     }
 }
 
-/// A worker's name for clients that may not know addresses. A name may be an address unless it has
-/// letters, digits, `-` and `_` only. Clients can list all addresses of a network, so the name is a
-/// keyed hash. Routers with the same operators' keys show the same names.
+/// A worker's name on the public port, which shows no address to any client. A name may be an address
+/// unless it has letters, digits, `-` and `_` only. Clients can list all addresses of a network, so
+/// the name is a keyed hash. Routers with the same operators' keys show the same names.
 pub(super) fn name_without_address<'w>(settings: &Settings, worker: &'w str) -> Cow<'w, str> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if worker.bytes().all(is_plain) {

@@ -141,7 +141,8 @@ pub(super) struct PlanEncoding {
 #[derive(Default)]
 struct PlanDraft {
     info: RequestInfo,
-    body_bytes: usize,
+    /// Length of the prompt, if it is not hashed.
+    tokens: u32,
     mismatched: Vec<WorkerId>,
     rewritten: Option<Bytes>,
     sample: Option<TextSample>,
@@ -210,9 +211,10 @@ pub(super) fn begin(
     let trust = prompt_trust(&parsed, model);
     let source = token_source(&parsed, trust, model, inputs, limits);
     let ready = |plan: Result<Plan, _>| plan.map(|plan| Planning::Ready(Box::new(plan)));
+    let tokens = unhashed_tokens(&parsed, body.len(), model);
     let by_text = match source {
         Ok(_) => None,
-        Err(_) => by_text(&parsed, body.len(), model, inputs),
+        Err(_) => by_text(&parsed, tokens, model, inputs),
     };
     let resume = inputs.resume.terms(&parsed, body, model.max_model_len);
     let asked = resume.as_ref().map(|_| openai::with_token_ids(body));
@@ -225,7 +227,7 @@ pub(super) fn begin(
     };
     let draft = PlanDraft {
         slot,
-        body_bytes: body.len(),
+        tokens,
         resume,
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
         rewritten: asked.or(parsed.rewritten).map(Bytes::from),
@@ -369,7 +371,7 @@ impl PlanDraft {
             }
             Err(why) => {
                 let by_text = self.by_text;
-                let prompt = by_text.unwrap_or_else(|| opaque(self.body_bytes, model, size));
+                let prompt = by_text.unwrap_or_else(|| Prompt::opaque(self.tokens, size));
                 (prompt, true, Some(why))
             }
         };
@@ -556,7 +558,7 @@ fn hashed(lists: &[Vec<u32>], info: &RequestInfo, lora: Option<&str>, size: Bloc
 /// The prompt by its text: where its tokens are not known, equal beginnings still are.
 fn by_text(
     parsed: &ParsedRequest<'_>,
-    body_bytes: usize,
+    length: u32,
     model: &CatalogModel,
     inputs: &PlanInputs,
 ) -> Option<Prompt> {
@@ -588,12 +590,7 @@ fn by_text(
     let adapter = parsed.info.model.as_deref().filter(|_| model.adapter);
     let seed = Seed::new(adapter, parsed.info.cache_salt.as_deref());
     let size = block_size(model);
-    Some(Prompt::of_text(
-        &parts,
-        tokens_guess(body_bytes, model),
-        size,
-        seed,
-    ))
+    Some(Prompt::of_text(&parts, length, size, seed))
 }
 
 /// The tokens of a single prompt as bytes.
@@ -604,8 +601,21 @@ fn token_bytes(lists: &[Vec<u32>]) -> Option<Vec<u8>> {
     Some(only.iter().flat_map(|token| token.to_le_bytes()).collect())
 }
 
-fn opaque(body_bytes: usize, model: &CatalogModel, size: BlockSize) -> Prompt {
-    Prompt::opaque(tokens_guess(body_bytes, model), size)
+/// The length of a prompt that is not hashed. Token ids are counted; other fields may add to them.
+fn unhashed_tokens(parsed: &ParsedRequest<'_>, body_bytes: usize, model: &CatalogModel) -> u32 {
+    let guess = tokens_guess(body_bytes, model);
+    let openai::PromptSource::Completion(completion) = &parsed.prompt else {
+        return guess;
+    };
+    let PromptList::Tokens(lists) = &completion.prompts else {
+        return guess;
+    };
+    let count = lists.iter().map(Vec::len).sum::<usize>();
+    let count = u32::try_from(count).unwrap_or(u32::MAX);
+    match parsed.info.opaque {
+        None => count,
+        Some(_) => count.max(guess),
+    }
 }
 
 fn tokens_guess(body_bytes: usize, model: &CatalogModel) -> u32 {

@@ -109,16 +109,13 @@ fn watch(headers: &HeaderMap) -> BodyWatch {
 /// Adds why this worker was chosen, for clients that may know it. The headers show which prompts are
 /// cached, and so what others have sent.
 fn explain(app: &App, to: &mut HeaderMap, decision: &Decision, explanation: Explanation) {
-    let worker = decision.source.worker.as_str();
-    let worker = match explanation {
+    match explanation {
         Explanation::None => return,
-        Explanation::WithoutAddresses => {
-            let name = name_without_address(&app.settings.current(), worker);
-            headers::text_value(&name)
-        }
-        Explanation::Whole => headers::text_value(worker),
-    };
-    to.insert(headers::WORKER, worker);
+        Explanation::Shown => {}
+    }
+    let settings = app.settings.current();
+    let worker = name_without_address(&settings, decision.source.worker.as_str());
+    to.insert(headers::WORKER, headers::text_value(&worker));
     for (name, number) in [
         (headers::DP_RANK, decision.source.dp_rank.0),
         (headers::OVERLAP, decision.overlap_blocks),

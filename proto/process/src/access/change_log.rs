@@ -104,9 +104,9 @@ impl RefusalLog {
         }
         let peer = change.peer.as_deref();
         let path: String = change.path.chars().take(PATH_CHARS_MAX).collect();
-        let method = &change.method;
+        let (method, key) = (&change.method, refusal.key().map_or("-", KeyId::as_str));
         tracing::warn!(
-            target: AUDIT_TARGET, peer, %method, path, %refusal, "admin change refused"
+            target: AUDIT_TARGET, key, peer, %method, path, %refusal, "admin change refused"
         );
     }
 

@@ -3,7 +3,7 @@ use std::path::Path;
 use warmroute_process::access::keys::KeyHash;
 
 use prometheus::IntGauge;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -111,7 +111,7 @@ fn chat(text: &str) -> String {
     json!({"model": "m", "messages": [{"role": "user", "content": text}]}).to_string()
 }
 
-fn completion(body: &serde_json::Value) -> Plan {
+fn completion(body: &Value) -> Plan {
     let text = body.to_string();
     plan(PromptRoute::Completions, text.as_bytes(), &inputs()).unwrap()
 }
@@ -268,7 +268,7 @@ fn a_mismatched_worker_is_named_and_the_prompt_is_hashed() {
     };
     let models = &mut Arc::make_mut(&mut inputs.catalog).models;
     models.get_mut("m").unwrap().parity.text.mismatched = vec!["odd".into()];
-    let planned = |body: serde_json::Value| {
+    let planned = |body: Value| {
         let body = body.to_string();
         plan(PromptRoute::Completions, body.as_bytes(), &inputs).unwrap()
     };
@@ -357,6 +357,24 @@ fn a_prompt_without_tokens_is_recognised_by_its_text() {
         assert_eq!(plan.unhashed, Some("policy"));
         assert!(plan.prompt.blocks().is_empty());
         assert!(plan.prompt.credit_max() >= 2);
+    }
+}
+
+/// One digit a token is half a byte of the guess.
+#[test]
+fn token_ids_are_counted_where_they_are_not_hashed() {
+    for policy in [Policy::Approx, Policy::LeastLoad] {
+        let inputs = PlanInputs { policy, ..inputs() };
+        for (prompt, suffix, tokens) in [
+            (json!(vec![1; 400]), Value::Null, 400..=400),
+            (json!([vec![1; 400], vec![2; 300]]), Value::Null, 700..=700),
+            // What another field adds is not known.
+            (json!(vec![1; 400]), json!("x".repeat(3000)), 900..=1000),
+        ] {
+            let body = json!({"model": "m", "prompt": prompt, "suffix": suffix}).to_string();
+            let plan = plan(PromptRoute::Completions, body.as_bytes(), &inputs).unwrap();
+            assert!(tokens.contains(&plan.prompt.tokens()), "{tokens:?}");
+        }
     }
 }
 
@@ -521,7 +539,7 @@ fn responses_and_messages_are_hashed_as_the_engines_chats() {
         json!({"model": "m", "messages": chat["messages"], "add_special_tokens": true});
     let responses = json!({"model": "m", "input": user, "instructions": "Be brief."});
     let messages = json!({"model": "m", "max_tokens": 9, "messages": user, "system": "Be brief."});
-    let planned = |route, body: &serde_json::Value, inputs: &PlanInputs| {
+    let planned = |route, body: &Value, inputs: &PlanInputs| {
         plan(route, body.to_string().as_bytes(), inputs).unwrap()
     };
     for (route, body, chat) in [

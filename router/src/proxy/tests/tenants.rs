@@ -271,8 +271,8 @@ async fn a_client_learns_nothing_about_caches_and_addresses() {
         ("off", Some(KEY), None),
         ("admin-key", None, None),
         ("admin-key", Some(OTHER), None),
-        ("admin-key", Some(KEY), Some("127.0.0.1:8000")),
-        ("all", Some(KEY), Some("127.0.0.1:8000")),
+        ("admin-key", Some(KEY), Some("worker-")),
+        ("all", Some(KEY), Some("worker-")),
         ("all", None, Some("worker-")),
     ] {
         let text = format!("[admin]\nexplain_headers = \"{rule}\"\n{admin}");
