@@ -1,9 +1,12 @@
 //! Adapters and cache salts separate equal prompts, in the engine's cache and in its credit.
 
-use serde_json::{Value, json};
+use std::fs;
 
-use crate::fleet::traffic::{Served, serve};
-use crate::fleet::{Access, BLOCK, Engines, Flags, Fleet, Mode};
+use serde_json::{Value, json};
+use warmroute_process::access::keys::KeyHash;
+
+use crate::fleet::traffic::{Served, read, serve};
+use crate::fleet::{Access, BLOCK, Engines, Flags, Fleet, Mode, Place};
 
 const MODELS: [&str; 2] = ["mock", "adapter"];
 const SALTS: [Option<&str>; 3] = [None, Some("tenant-a"), Some("tenant-b")];
@@ -39,6 +42,64 @@ async fn credit_is_given_to_each_adapter_and_salt_for_its_own(mode: Mode) {
                     );
                     fleet.until_indexed().await;
                 }
+            }
+        }
+    }
+    fleet.until_idle().await;
+}
+
+on_both_planes!(a_tenant_that_probes_prompts_learns_nothing_of_other_tenants);
+
+/// Tenants by name, which is their key, with the rule of their salt. The last two share a group.
+const TENANTS: [(&str, &str); 4] = [
+    ("victim", "salt = \"tenant\""),
+    ("attacker", "salt = \"tenant\""),
+    ("one", "salt = \"tenant\"\nsalt_group = \"team\""),
+    ("other", "salt = \"tenant\"\nsalt_group = \"team\""),
+];
+
+/// The time to the first token follows from the tokens that the engine did not compute
+/// (`cached_tokens`), and from the source that the router chose by its credit.
+async fn a_tenant_that_probes_prompts_learns_nothing_of_other_tenants(mode: Mode) {
+    let place = Place::new();
+    let config = place.path("router.toml");
+    let tenants = TENANTS.map(|(name, salt)| {
+        let hash = KeyHash::of(name.as_bytes()).unwrap().to_hex();
+        let keys = format!("keys = [{{ id = \"{name}\", sha256 = \"{hash}\" }}]");
+        format!("[[tenants]]\nname = \"{name}\"\n{keys}\n{salt}\n")
+    });
+    let explain = "[admin]\nexplain_headers = \"all\"\n";
+    fs::write(&config, tenants.concat() + explain).unwrap();
+    let config = String::leak(config.to_str().unwrap().to_owned());
+    let flags = Flags {
+        router: Vec::leak(vec!["--config", config]),
+        ..Flags::default()
+    };
+    let engines = Engines {
+        count: 1,
+        ranks: 1,
+        blocks: 2000,
+        flags: &["--profile", "instant", "--lora", "adapter"],
+    };
+    let fleet = Fleet::start(mode, engines, flags).await;
+    fleet.until("its tokens are trusted", is_trusted).await;
+    fleet.until_indexed().await;
+    for (path, prompt) in prompts() {
+        // The attacker's own guess, with the victim's prompt and with a salt of its own too.
+        for salt in [None, Some("guess")] {
+            let body = body(&prompt, "mock", salt);
+            for (tenant, is_seen) in [
+                ("victim", false),
+                ("attacker", false),
+                ("attacker", true),
+                ("one", false),
+                ("other", true),
+                ("victim", true),
+            ] {
+                let asked = fleet.http.post(fleet.url(path)).bearer_auth(tenant);
+                let served = read(asked.json(&body).send().await.unwrap()).await;
+                check(&served, is_seen, &format!("{path}, {tenant}, {salt:?}"));
+                fleet.until_indexed().await;
             }
         }
     }
