@@ -44,6 +44,9 @@ pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
 /// Most bytes of a record, well within the limits of a NATS server by default.
 pub const RECORD_BYTES_MAX: usize = 64 << 10;
 
+/// Room for the messages of one request, so that their encoding allocates once.
+const SMALL_MESSAGE_BYTES: usize = 192;
+
 const CONFIG: Configuration<LittleEndian, Fixint, Limit<MESSAGE_BYTES_MAX>> =
     bincode::config::standard()
         .with_little_endian()
@@ -172,7 +175,8 @@ pub fn kind(bytes: &[u8]) -> Option<u8> {
 
 /// The message's bytes.
 pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, EncodeError> {
-    let mut bytes = vec![VERSION, M::KIND];
+    let mut bytes = Vec::with_capacity(SMALL_MESSAGE_BYTES);
+    bytes.extend_from_slice(&[VERSION, M::KIND]);
     bincode::encode_into_std_write(message, &mut bytes, CONFIG)?;
     seal(&mut bytes);
     Ok(bytes)
