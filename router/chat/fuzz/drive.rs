@@ -113,11 +113,8 @@ pub(crate) fn form(data: &[u8]) {
     let Some((kind, body)) = end.and_then(|end| data.split_at_checked(end)) else {
         return;
     };
-    let Ok(kind) = std::str::from_utf8(kind) else {
-        return;
-    };
     let body = &body[1..];
-    if let Some(model) = form_field(kind, body, "model") {
+    if let Ok(Some(model)) = form_field(kind, body, "model") {
         assert!(model.len() <= 1024);
         let model = model.as_bytes();
         let end = [model, &b"\r\n--"[..]].concat();

@@ -26,7 +26,7 @@ use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
 use crate::error::ProxyError;
 use crate::metrics::{CancelPhase, RouteLabel};
-use crate::openai::{self, OpenAiError};
+use crate::openai::{self, OpenAiError, UnreadableForm};
 use crate::route::Prompt;
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::spans::TraceStep;
@@ -178,6 +178,16 @@ fn served_model(
     })
 }
 
+/// Empty if the client sent none.
+fn content_type(headers: &HeaderMap) -> Result<Vec<u8>, ProxyError> {
+    let mut kinds = headers.get_all(header::CONTENT_TYPE).iter();
+    let kind = kinds.next().map(|kind| kind.as_bytes().to_vec());
+    if kinds.next().is_some() {
+        return Err(OpenAiError::unreadable_form(UnreadableForm::REPEATED_TYPE).into());
+    }
+    Ok(kind.unwrap_or_default())
+}
+
 /// What the router reads of a body. The last of repeated keys wins, as in the engines' parsers; a
 /// value that is no string counts as absent.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -190,28 +200,29 @@ struct RoutedFields {
 impl RoutedFields {
     /// Reads a large body on another thread.
     async fn read(headers: &HeaderMap, body: &Bytes) -> Result<Self, ProxyError> {
-        let kind = headers.get(header::CONTENT_TYPE);
-        let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+        let kind = content_type(headers)?;
         if body.len() <= INLINE_BYTES_MAX {
-            return Ok(Self::of(kind, body));
+            return Self::of(&kind, body);
         }
-        let (kind, body) = (kind.to_owned(), body.clone());
+        let body = body.clone();
         let read = blocking::run(move || Self::of(&kind, &body)).await;
-        read.map_err(|_| ProxyError::Internal("reading the body failed"))
+        read.map_err(|_| ProxyError::Internal("reading the body failed"))?
     }
 
-    /// `content_type`: empty if the client sent none.
-    fn of(content_type: &str, body: &[u8]) -> Self {
+    fn of(content_type: &[u8], body: &[u8]) -> Result<Self, ProxyError> {
         if body.is_empty() {
-            return Self::default();
+            return Ok(Self::default());
         }
-        if let Some(model) = openai::form_field(content_type, body, "model") {
-            return Self {
-                model: Some(model.to_owned()),
-                previous: None,
-            };
+        if !openai::is_form(content_type) {
+            return Ok(serde_json::from_slice(body).unwrap_or_default());
         }
-        serde_json::from_slice(body).unwrap_or_default()
+        let model = openai::form_field(content_type, body, "model");
+        Ok(Self {
+            model: model
+                .map_err(OpenAiError::unreadable_form)?
+                .map(str::to_owned),
+            previous: None,
+        })
     }
 }
 
@@ -266,7 +277,8 @@ mod tests {
             (b"[]", None),
             (b"", None),
         ] {
-            assert_eq!(RoutedFields::of("", body).model.as_deref(), model);
+            let fields = RoutedFields::of(b"", body).unwrap();
+            assert_eq!(fields.model.as_deref(), model);
         }
     }
 
@@ -275,7 +287,7 @@ mod tests {
     fn a_value_that_is_no_string_is_not_read_as_a_tree() {
         let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
         let body = format!(r#"{{"model":{deep},"previous_response_id":{deep},"model":"m"}}"#);
-        let fields = RoutedFields::of("", body.as_bytes());
+        let fields = RoutedFields::of(b"", body.as_bytes()).unwrap();
         assert_eq!(fields.model.as_deref(), Some("m"));
         assert_eq!(fields.previous, None);
     }

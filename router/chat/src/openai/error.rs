@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde_json::json;
 
+use super::form::UnreadableForm;
+
 /// `type` of an error object. Closed, so that it can also be a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorType {
@@ -81,6 +83,12 @@ impl OpenAiError {
     pub fn missing_model() -> Self {
         let message = "Several models are served: name one in `model`.";
         Self::invalid("model", message).with_code("missing_model")
+    }
+
+    /// The router cannot be sure which model an engine would read in a form.
+    pub fn unreadable_form(why: UnreadableForm) -> Self {
+        let message = format!("The form cannot be read: {why}.");
+        Self::new(ErrorType::InvalidRequest, message).with_code("unreadable_form")
     }
 
     pub fn model_not_found(model: &str) -> Self {
