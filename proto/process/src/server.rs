@@ -22,7 +22,7 @@ use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
@@ -71,6 +71,10 @@ pub(crate) const HEALTH_PATHS: [&str; 3] = ["/health", "/healthz", "/liveness"];
 /// Readiness probes.
 pub(crate) const READY_PATHS: [&str; 2] = ["/readyz", "/readiness"];
 
+/// Time in which a client of HTTP/2 takes notice that its connection ends. It may have sent further
+/// requests before.
+const LATE_STREAMS: Duration = Duration::from_secs(5);
+
 /// Connections beyond the bound that get answers to probes: kubelet, balancers and operators open
 /// few at a time.
 const PROBE_CONNECTIONS_MAX: usize = 16;
@@ -79,6 +83,12 @@ const PROBE_CONNECTIONS_MAX: usize = 16;
 const FULL: &str = concat!(
     r#"{"error":{"message":"All connections of this server are in use.","#,
     r#""type":"service_unavailable_error","param":null,"code":"connections_full"}}"#,
+);
+
+/// The answer to a request on a connection that its port's certificates have outlived.
+const OUTDATED: &str = concat!(
+    r#"{"error":{"message":"The server has other certificates: open a new connection.","#,
+    r#""type":"invalid_request_error","param":null,"code":"connection_outdated"}}"#,
 );
 
 /// The answer to a request that two parties may take to be for two servers: RFC 9112, section 3.2.
@@ -193,6 +203,18 @@ enum ConnectionRole {
     Regular,
     /// Beyond the bound.
     ProbesOnly,
+    /// No request is served: its port has other certificates.
+    Outdated,
+}
+
+impl ConnectionRole {
+    fn outdated_for(self, time: Duration) -> Self {
+        if time > LATE_STREAMS {
+            Self::Outdated
+        } else {
+            self
+        }
+    }
 }
 
 /// A bounded number of connections of one role.
@@ -422,16 +444,23 @@ impl ServedConnection {
         let tls_in_force = Arc::clone(&self.clients.tls);
         let outdated = CancellationToken::new();
         let ends = outdated.clone();
+        let outdated_since = OnceLock::new();
         let service = service_fn(move |mut request: Request<Incoming>| {
             if let Some(peer) = peer {
                 request.extensions_mut().insert(peer);
             }
-            let served = serve_request(&activity, role, &router, request);
             let end = ConnectionEnd::by_tls(tls.as_ref(), tls_in_force.as_ref());
             // HTTP/2 has no header by which a client learns it.
-            if protocol == Protocol::Http2 && end == ConnectionEnd::Closed {
-                ends.cancel();
-            }
+            let (role, end) = match (protocol, end) {
+                (Protocol::Http2, ConnectionEnd::Closed) => {
+                    ends.cancel();
+                    let now = Instant::now();
+                    let since = *outdated_since.get_or_init(|| now);
+                    (role.outdated_for(now - since), ConnectionEnd::Open)
+                }
+                (Protocol::Http1 | Protocol::Http2, end) => (role, end),
+            };
+            let served = serve_request(&activity, role, &router, request);
             async move { served.await.map(|response| end.signed(response)) }
         });
         let finished = async {
@@ -465,16 +494,17 @@ impl ServedConnection {
     async fn begin(&self, mut stream: TcpStream) -> io::Result<BegunConnection> {
         let (protocol, read) = match ((self.clients.tls)(), self.clients.http2) {
             (Some(tls), _) => {
-                let accepted = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await??;
-                let protocol = if agreed_on_http2(&accepted) {
-                    Protocol::Http2
+                let mut accepted = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await??;
+                let (protocol, read) = if agreed_on_http2(&accepted) {
+                    // Until the preface has arrived, hyper has no time limit and cannot shut down.
+                    timeout(HEAD_TIMEOUT, protocol::detect(&mut accepted)).await??
                 } else {
-                    Protocol::Http1
+                    (Protocol::Http1, Bytes::new())
                 };
                 return Ok(BegunConnection {
                     protocol,
                     tls: Some(tls),
-                    read: Bytes::new(),
+                    read,
                     stream: ClientStream::Tls(Box::new(accepted)),
                 });
             }
@@ -574,6 +604,7 @@ fn serve_request(
         {
             Err(refusal(StatusCode::BAD_REQUEST, TWO_HOSTS))
         }
+        ConnectionRole::Outdated => Err(refusal(StatusCode::MISDIRECTED_REQUEST, OUTDATED)),
         ConnectionRole::ProbesOnly if !is_probe(request.uri().path()) => Err(full()),
         ConnectionRole::Regular | ConnectionRole::ProbesOnly => {
             let watched = |body| ArrivingBody::new(body, Arc::clone(activity));

@@ -13,8 +13,7 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::HttpService;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::AsyncReadExt as _;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio_util::task::TaskTracker;
 
 use super::idle::{ConnectionActivity, InFlightBody, ObservedStream};
@@ -45,7 +44,7 @@ pub(super) enum Protocol {
 }
 
 /// Reads until the protocol is certain. Returns it with the bytes that were read.
-pub(super) async fn detect(stream: &mut TcpStream) -> io::Result<(Protocol, Bytes)> {
+pub(super) async fn detect(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<(Protocol, Bytes)> {
     let mut first = [0; PREFACE.len()];
     let mut length = 0;
     loop {

@@ -473,3 +473,12 @@ async fn of_connections_whose_bodies_do_not_come_the_oldest_yields_its_place() {
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }
+
+/// A client that does not read the end of its connection, or its certificate is no longer valid.
+#[test]
+fn a_connection_of_former_certificates_serves_nothing_after_a_while() {
+    let role = ConnectionRole::Regular;
+    assert_eq!(role.outdated_for(Duration::ZERO), ConnectionRole::Regular);
+    let late = LATE_STREAMS + Duration::from_millis(1);
+    assert_eq!(role.outdated_for(late), ConnectionRole::Outdated);
+}

@@ -25,6 +25,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
@@ -191,8 +192,8 @@ async fn an_open_connection_ends_with_its_next_answer_when_certificates_are_repl
 
 type Http2Client = hyper::client::conn::http2::SendRequest<String>;
 
-/// A client that speaks nothing else. Also returns the connection's end.
-async fn http2_client(port: &Port, ca: &Path) -> (Http2Client, JoinHandle<hyper::Result<()>>) {
+/// A connection of a client that speaks nothing else.
+async fn http2_stream(port: &Port, ca: &Path) -> TlsStream<TcpStream> {
     let mut config = rustls::ClientConfig::builder_with_provider(crypto())
         .with_safe_default_protocol_versions()
         .unwrap()
@@ -204,7 +205,12 @@ async fn http2_client(port: &Port, ca: &Path) -> (Http2Client, JoinHandle<hyper:
     let name = port.address.ip().into();
     let stream = connector.connect(name, stream).await.unwrap();
     assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
-    let stream = hyper_util::rt::TokioIo::new(stream);
+    stream
+}
+
+/// Also returns the connection's end.
+async fn http2_client(port: &Port, ca: &Path) -> (Http2Client, JoinHandle<hyper::Result<()>>) {
+    let stream = hyper_util::rt::TokioIo::new(http2_stream(port, ca).await);
     let executor = hyper_util::rt::TokioExecutor::new();
     let handshake = hyper::client::conn::http2::handshake(executor, stream);
     let (client, connection) = handshake.await.unwrap();
@@ -223,6 +229,19 @@ async fn http2_answer(client: &mut Http2Client, path: &str) -> Incoming {
 async fn piece(body: &mut Incoming) -> Option<Bytes> {
     let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
     frame.unwrap().into_data().ok()
+}
+
+/// Without a limit before the preface such a connection would hold up each shutdown.
+#[tokio::test]
+async fn a_client_of_http2_that_sends_nothing_ends_with_the_port() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let ca = authority.write(&dir.0, "ca.crt");
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let mut silent = http2_stream(&port, &ca).await;
+    port.shutdown.stop.cancel();
+    let read = timeout(Duration::from_secs(20), silent.read_u8()).await;
+    assert!(read.expect("the connection ends").is_err());
+    port.end();
 }
 
 /// A connection is one for many requests; replaced certificates end it as they end one of HTTP/1.1.
