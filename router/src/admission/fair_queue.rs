@@ -22,6 +22,10 @@ use super::in_flight::InFlightTokens;
 /// Tokens that a tenant may send before the next one's turn: about one short chat.
 const QUANTUM_TOKENS: u64 = 1024;
 
+/// Requests in a row that may leave before their tenant's turn. What is in flight is counted over all
+/// models: a tenant with much in flight at one model gets its turns at others.
+const BEFORE_TURN_MAX: u32 = 3;
+
 /// One of so many requests is of a level below the first.
 const LOW_TURN: u32 = 8;
 
@@ -88,6 +92,8 @@ struct PriorityLevel<T> {
     lines: BTreeMap<TenantName, TenantLine<T>>,
     /// The tenants that wait, in the order of their turns.
     ring: VecDeque<TenantName>,
+    /// Requests that left before their tenant's turn, since the last turn.
+    before_turn: u32,
 }
 
 /// One tenant's requests of one level.
@@ -213,6 +219,7 @@ impl<T> Default for PriorityLevel<T> {
         Self {
             lines: BTreeMap::new(),
             ring: VecDeque::new(),
+            before_turn: 0,
         }
     }
 }
@@ -296,7 +303,11 @@ impl<T> PriorityLevel<T> {
         fits: &impl Fn(&str) -> bool,
         in_flight: &InFlightTokens,
     ) -> Option<(QueueSpot, QueuedRequest<T>)> {
-        let tenant = match self.below_its_part(fits, in_flight) {
+        let first = (self.before_turn < BEFORE_TURN_MAX)
+            .then(|| self.below_its_part(fits, in_flight))
+            .flatten();
+        self.before_turn = first.as_ref().map_or(0, |_| self.before_turn + 1);
+        let tenant = match first {
             Some(tenant) => tenant,
             None => self.next_in_turn(fits)?,
         };

@@ -342,8 +342,22 @@ fn a_tenant_below_its_part_in_flight_goes_first() {
         order.push(name);
     }
     let late = |names: &[String]| names.iter().filter(|name| *name == "late").count();
-    assert_eq!(late(&order[..32]), 32, "{order:?}");
+    // Each fourth place is given in turn.
+    assert!((24..=32).contains(&late(&order[..32])), "{order:?}");
     // Then in turn.
     let after = late(&order[32..]);
-    assert!((22..=26).contains(&after), "{after}");
+    assert!((20..=34).contains(&after), "{after}");
+}
+
+/// It has much in flight at another model, whose places these are not.
+#[test]
+fn a_tenant_above_its_part_is_not_starved() {
+    let mut line = Line::new();
+    line.in_flight.began(&tenant("busy"), 1 << 40);
+    for name in ["busy", "other"].repeat(40) {
+        line.push(0, name, 1000);
+    }
+    let served = (0..40).map(|_| line.pop().1);
+    let busy = served.filter(|name| name == "busy").count();
+    assert!(busy >= 4, "{busy} of 40");
 }
