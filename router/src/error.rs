@@ -42,6 +42,8 @@ pub(crate) enum ProxyError {
     BuffersFull,
     #[error("The router has as many requests in flight as its limit of open files allows.")]
     FilesFull,
+    #[error("Some workers could not be asked for the stored answer.")]
+    OwnerUnknown,
     #[error("Every worker tried closed the connection or sent nothing before it answered.")]
     Upstream,
     #[error("The router failed: {0}")]
@@ -105,6 +107,7 @@ impl ProxyError {
                 ShedReason::RouterEnds => (503, ErrorType::Unavailable, "router_ends"),
             },
             Self::BuffersFull | Self::FilesFull => (503, ErrorType::Unavailable, "router_full"),
+            Self::OwnerUnknown => (503, ErrorType::Unavailable, "owner_unknown"),
             Self::Upstream => (502, ErrorType::Internal, "upstream_failed"),
             Self::Internal(_) => (500, ErrorType::Internal, "router_failed"),
         };
@@ -116,9 +119,11 @@ impl ProxyError {
     /// Seconds after which the request may be repeated; `None`: it would fail again.
     fn retry_after_secs(&self) -> Option<u64> {
         match self {
-            Self::NoWorker | Self::AllFull | Self::BuffersFull | Self::FilesFull => {
-                Some(RETRY_AFTER_SECS)
-            }
+            Self::NoWorker
+            | Self::AllFull
+            | Self::BuffersFull
+            | Self::FilesFull
+            | Self::OwnerUnknown => Some(RETRY_AFTER_SECS),
             Self::Shed(shed) => Some(shed.retry_after_secs()),
             Self::Tenant(TenantRefusal::Limit(reached)) => Some(reached.retry_after_secs()),
             Self::Request(_)

@@ -35,8 +35,9 @@ fn start() -> anyhow::Result<()> {
     let background = runtime("background", config.threads.background)?;
     let result = requests.block_on(run(config, background.handle(), announce_addresses));
     // A write into a full pipe never ends.
+    let ended = tokio::time::Instant::now();
     background.shutdown_timeout(BLOCKING_END);
-    requests.shutdown_timeout(BLOCKING_END);
+    requests.shutdown_timeout(BLOCKING_END.saturating_sub(ended.elapsed()));
     result
 }
 

@@ -20,12 +20,16 @@ pub fn raise_limit() {
 /// Files beside those of requests and workers: ports, the plane, logs, operators' connections.
 const RESERVE: u64 = 128;
 
+/// One file of so many is for the checks of workers, whose number is not known at the start.
+const CHECKS_SHARE: u64 = 16;
+
 /// So many connections fit into the limit, each with a file of its own and one to an engine, beside
 /// `others` files.
 #[must_use]
 pub fn connections_max(others: u64) -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let free = limit.saturating_sub(RESERVE.saturating_add(others));
+    let reserved = RESERVE.saturating_add(limit / CHECKS_SHARE);
+    let free = limit.saturating_sub(reserved.saturating_add(others));
     usize::try_from(free / 2).unwrap_or(usize::MAX).max(1)
 }
 
@@ -45,8 +49,9 @@ mod tests {
         raise_limit();
         let limit = getrlimit(Resource::Nofile).current.unwrap();
         let connections = |others| connections_max(others) as u64;
-        assert_eq!(connections(0), (limit - RESERVE) / 2);
-        assert_eq!(connections(limit - RESERVE - 10), 5);
+        let free = limit - RESERVE - limit / CHECKS_SHARE;
+        assert_eq!(connections(0), free / 2);
+        assert_eq!(connections(free - 10), 5);
         assert_eq!(connections(u64::MAX), 1);
     }
 }

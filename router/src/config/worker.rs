@@ -2,7 +2,7 @@
 //! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,key_file=FILE][,assume=WHAT]…`.
 
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
 use clap::ValueEnum as _;
@@ -192,8 +192,8 @@ fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), Worke
 }
 
 fn worker_url(text: &str) -> Option<String> {
-    if socket_of(text).is_some() {
-        return Some(text.to_owned());
+    if let Some(path) = socket_of(text) {
+        return socket_url(path);
     }
     let url = reqwest::Url::parse(text).ok()?;
     let plain = ["http", "https"].contains(&url.scheme())
@@ -203,6 +203,16 @@ fn worker_url(text: &str) -> Option<String> {
         && url.query().is_none()
         && url.fragment().is_none();
     plain.then(|| url.as_str().trim_end_matches('/').to_owned())
+}
+
+/// One form for each path: two workers must not be one engine.
+fn socket_url(path: &Path) -> Option<String> {
+    let plain = |part: &Component<'_>| matches!(part, Component::RootDir | Component::Normal(_));
+    let path: PathBuf = path
+        .components()
+        .all(|part| plain(&part))
+        .then(|| path.components().collect())?;
+    Some(format!("unix:{}", path.to_str()?))
 }
 
 fn endpoint(key: &'static str, value: String) -> Result<String, WorkerSpecError> {
@@ -248,9 +258,12 @@ mod tests {
         let spec = parse("unix:/run/vllm.sock,kv=ipc:///run/kv").unwrap();
         assert_eq!(spec.url, "unix:/run/vllm.sock");
         assert_eq!(spec.id.as_str(), "unix:/run/vllm.sock");
-        assert!(parse("unix:///run/vllm.sock").is_ok());
+        for same in ["unix:///run/vllm.sock", "unix:/run//./vllm.sock"] {
+            assert_eq!(parse(same).unwrap().url, spec.url);
+        }
         let long = format!("unix:/{}", "x".repeat(107));
-        for bad in ["unix:", "unix:run/vllm.sock", "unix://h/run", &long] {
+        let parent = "unix:/run/x/../vllm.sock";
+        for bad in ["unix:", "unix:run/vllm.sock", "unix://h/run", parent, &long] {
             assert_eq!(parse(bad), Err(WorkerSpecError::Url(bad.into())));
         }
     }

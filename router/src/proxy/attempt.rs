@@ -44,6 +44,9 @@ pub(super) enum AttemptError {
     Http(#[from] reqwest::Error),
     #[error("no output within {0:?}")]
     Silent(Duration),
+    /// Of a request without the model, which the client may have made large.
+    #[error("no answer without the model within {0:?}")]
+    BriefSilent(Duration),
 }
 
 /// What the wait for an answer's beginning depends on.
@@ -91,6 +94,11 @@ impl App {
             let waited = wait_for_head(sent, limits, placement, moves).await;
             cancel.disarm();
             match waited {
+                Waited::Head(Err(AttemptError::Silent(after)))
+                    if routing.head_max == Some(after) =>
+                {
+                    return Err(AttemptError::BriefSilent(after));
+                }
                 Waited::Head(head) => return head,
                 // The connection is closed, which aborts the request on the engine.
                 Waited::Moved => {}

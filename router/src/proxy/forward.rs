@@ -108,8 +108,9 @@ impl App {
                         .await?;
                 }
                 Err(error) => {
-                    // A grant is not kept through another wait.
+                    // Neither a grant nor a place is kept through another wait.
                     pass = QueuePass::new(routing);
+                    call.place = None;
                     if !wait.before_retry(self, call, &error).await {
                         return Err(error);
                     }
@@ -264,6 +265,7 @@ impl App {
             AttemptError::Http(error) if error.is_connect() => RetryReason::Connect,
             AttemptError::Http(_) => RetryReason::Broken,
             AttemptError::Silent(_) => RetryReason::Silent,
+            AttemptError::BriefSilent(_) => return RetryReason::Silent,
         };
         placement.tracked.report(RequestResult::Broken);
         reason

@@ -94,8 +94,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
 
 /// Refuses a request without its tenant's key. Holds a request that arrives before the router has
 /// its initial state, answers preflight requests and completes the headers of answers. A router that
-/// leaves closes each connection after the answer, so that clients open the next one to another
-/// router.
+/// leaves closes each connection of HTTP/1.1 after the answer, so that clients open the next one to
+/// another router. Connections of HTTP/2 end when it accepts no more.
 async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let origin = request.headers().get(header::ORIGIN).cloned();
     let is_http1 = request.version() <= Version::HTTP_11;

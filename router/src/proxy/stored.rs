@@ -6,7 +6,6 @@
 //! a request at each of them: [`SEARCHES_MAX`] bounds how many ids are asked for at a time.
 
 use std::collections::{HashMap, VecDeque};
-use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use axum::response::Response;
 use bytes::Bytes;
 use futures_util::{StreamExt as _, stream};
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 use warmroute_process::access::keys::KeyId;
 use warmroute_proto::WorkerId;
 
@@ -45,7 +45,10 @@ const ASKED_TOGETHER: usize = 16;
 /// Longest wait for a worker's answer.
 const ASKED_FOR_MAX: Duration = Duration::from_secs(5);
 
-/// Ids that are asked for at a time. Further requests wait for their turn.
+/// Longest search for one id.
+const SEARCH_MAX: Duration = Duration::from_secs(10);
+
+/// Ids that are asked for at a time. Further requests wait for their turn, up to [`ASKED_FOR_MAX`].
 const SEARCHES_MAX: usize = 16;
 
 /// The worker and the tenant of each answer.
@@ -154,14 +157,16 @@ impl App {
             return Ok(Some(worker));
         }
         let searches = Arc::clone(&self.stored.searches);
-        let Ok(_turn) = searches.acquire_owned().await else {
-            return Ok(None);
+        let turn = timeout(ASKED_FOR_MAX, searches.acquire_owned()).await;
+        let Ok(Ok(_turn)) = turn else {
+            return Err(ProxyError::OwnerUnknown);
         };
         // Another request may have found it.
         if let Some(worker) = known()? {
             return Ok(Some(worker));
         }
-        let found = self.ask_for_answer(call, headers, id).await;
+        let search = timeout(SEARCH_MAX, self.ask_for_answer(call, headers, id));
+        let found = search.await.unwrap_or(Err(ProxyError::OwnerUnknown))?;
         if let Some(worker) = &found {
             let owner = AnswerOwner {
                 worker: worker.clone(),
@@ -185,9 +190,14 @@ impl App {
         }
     }
 
-    async fn ask_for_answer(&self, call: &Call, headers: &HeaderMap, id: &str) -> Option<WorkerId> {
+    async fn ask_for_answer(
+        &self,
+        call: &Call,
+        headers: &HeaderMap,
+        id: &str,
+    ) -> Result<Option<WorkerId>, ProxyError> {
         if !is_plain_id(id) {
-            return None;
+            return Ok(None);
         }
         let mut headers = call.to_engine(headers.clone());
         headers.remove(header::CONTENT_TYPE);
@@ -198,13 +208,32 @@ impl App {
             let request = engines.get(&url, &format!("/v1/responses/{id}"));
             let request = request.headers(headers).timeout(ASKED_FOR_MAX);
             // The head is enough; the connection ends with the rest.
-            let answer = request.send().await.ok()?;
-            (answer.status() == StatusCode::OK).then_some(worker)
+            match request.send().await {
+                Ok(answer) if answer.status() == StatusCode::OK => WorkerReply::Has(worker),
+                Ok(answer) if !answer.status().is_server_error() => WorkerReply::HasNot,
+                Ok(_) | Err(_) => WorkerReply::Unknown,
+            }
         };
         let asked = stream::iter(self.fleet.serving(WORKERS_ASKED_MAX)).map(ask);
-        let mut found = asked.buffer_unordered(ASKED_TOGETHER).filter_map(ready);
-        found.next().await
+        let mut replies = asked.buffer_unordered(ASKED_TOGETHER);
+        let mut none = Ok(None);
+        while let Some(reply) = replies.next().await {
+            match reply {
+                WorkerReply::Has(worker) => return Ok(Some(worker)),
+                WorkerReply::HasNot => {}
+                WorkerReply::Unknown => none = Err(ProxyError::OwnerUnknown),
+            }
+        }
+        none
     }
+}
+
+/// Whether a worker has an answer.
+enum WorkerReply {
+    Has(WorkerId),
+    HasNot,
+    /// It did not answer, or failed.
+    Unknown,
 }
 
 /// `GET /v1/responses/{id}` and `POST /v1/responses/{id}/cancel`.
