@@ -40,7 +40,7 @@ pub(crate) struct LoadedTokenizer {
     pub tokenizer: Tokenizer,
     pub version: TokenizerVersion,
     pub path: PathBuf,
-    /// Bytes of its `tokenizer.json`.
+    /// Bytes of its `tokenizer.json`, as it is or converted.
     pub bytes: u64,
     pub load_time: Duration,
     /// [`crate::tokenize::ModelFiles::digest`].

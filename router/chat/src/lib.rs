@@ -5,6 +5,7 @@
 //! files.
 #![forbid(unsafe_code)]
 
+mod convert;
 mod model_files;
 pub mod openai;
 pub mod tokenize;

@@ -1,14 +1,15 @@
 //! Reads the files of a model's tokenizer: a directory in Hugging Face's layout, or a bare
-//! `tokenizer.json`.
+//! `tokenizer.json`. Files of other forms are converted.
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
+use crate::convert::{Configurations, ConversionError, ForeignForm};
 use crate::tokenize::TemplateRules;
 
 /// A file is unreadable or malformed.
@@ -18,6 +19,13 @@ pub enum ModelFileError {
     Read { path: PathBuf, source: io::Error },
     #[error("{path} is malformed: {reason}")]
     Json { path: PathBuf, reason: String },
+    #[error("{path} has more than {max} bytes")]
+    TooLarge { path: PathBuf, max: u64 },
+    #[error("there is no tokenizer.json beside {path}: {source}")]
+    Conversion {
+        path: PathBuf,
+        source: ConversionError,
+    },
     #[error(
         "there is no tokenizer.json beside {path}, whose form is not supported: \
          convert it with transformers' AutoTokenizer and save_pretrained"
@@ -38,6 +46,7 @@ pub struct ModelSource {
 /// The content of a model's files.
 #[derive(Debug, Default)]
 pub struct ModelFiles {
+    /// `tokenizer.json`, as it is or converted.
     pub(crate) tokenizer: Vec<u8>,
     /// `tokenizer_config.json` without its template.
     pub(crate) config: Map<String, Value>,
@@ -66,7 +75,7 @@ impl ModelSource {
 }
 
 impl ModelFiles {
-    /// Bytes of `tokenizer.json`.
+    /// Bytes of `tokenizer.json`, as it is or converted.
     pub fn tokenizer_bytes(&self) -> usize {
         self.tokenizer.len()
     }
@@ -85,40 +94,65 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
             ..ModelFiles::default()
         });
     }
-    let tokenizer = path.join("tokenizer.json");
-    if !tokenizer.exists()
-        && let Some(path) = other_form(path)
-    {
-        return Err(ModelFileError::OtherForm { path });
-    }
-    let mut config = json_object(&path.join("tokenizer_config.json"))?.unwrap_or_default();
+    let mut configurations = Configurations {
+        tokenizer: json_object(&path.join("tokenizer_config.json"))?.unwrap_or_default(),
+        ..Configurations::default()
+    };
+    let config = &mut configurations.tokenizer;
     // A legacy file, read only where the configuration does not list its tokens by id.
     if !config.contains_key("added_tokens_decoder") {
         config.extend(json_object(&path.join("special_tokens_map.json"))?.unwrap_or_default());
     }
-    let templates = template_sources(path, config.remove("chat_template"))?;
+    let mut templates = template_sources(path, config.remove("chat_template"))?;
+    let file = path.join("tokenizer.json");
+    let tokenizer = match foreign_file(path).filter(|_| !file.exists()) {
+        None => fs::read(&file).map_err(unreadable(&file))?,
+        Some((path, None)) => return Err(ModelFileError::OtherForm { path }),
+        Some((file, Some(form))) => {
+            configurations.model = json_object(&path.join("config.json"))?.unwrap_or_default();
+            if !form.has_templates() {
+                templates = TemplateSources::None;
+            }
+            let content = bounded(&file, form.bytes_max())?;
+            let converted = form.convert(&content, &mut configurations);
+            converted.map_err(|source| ModelFileError::Conversion { path: file, source })?
+        }
+    };
     Ok(ModelFiles {
-        tokenizer: fs::read(&tokenizer).map_err(unreadable(&tokenizer))?,
-        config,
+        tokenizer,
+        config: configurations.tokenizer,
         templates,
         rules: TemplateRules::default(),
     })
 }
 
-/// A tokenizer's file in SentencePiece's, tiktoken's or Mistral's form.
-fn other_form(directory: &Path) -> Option<PathBuf> {
+/// The file that the engine reads where there is no `tokenizer.json`, and its form if the router
+/// knows that.
+fn foreign_file(directory: &Path) -> Option<(PathBuf, Option<ForeignForm>)> {
     let entries = fs::read_dir(directory).ok()?;
-    let mut paths: Vec<PathBuf> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .collect();
-    paths.sort();
-    paths.into_iter().find(|path| {
-        let name = path.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| {
-            let is_known = ["tekken.json", "vocab.json"].contains(&name);
-            is_known || name.ends_with(".model") || name.ends_with(".tiktoken")
-        })
+    let candidate = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        let form = ForeignForm::of_name(name);
+        let is_other = name == "vocab.json" || name.ends_with(".model");
+        (form.is_some() || is_other).then_some((path, form))
+    };
+    let entries = entries.filter_map(|entry| candidate(entry.ok()?.path()));
+    // The forms are in the order in which engines look for them.
+    entries.min_by(|(path, form), (other_path, other_form)| {
+        let key = (form.is_none(), *form, path);
+        key.cmp(&(other_form.is_none(), *other_form, other_path))
     })
+}
+
+fn bounded(path: &Path, max: u64) -> Result<Vec<u8>, ModelFileError> {
+    let mut content = Vec::new();
+    let file = fs::File::open(path).map_err(unreadable(path))?;
+    let read = file.take(max + 1).read_to_end(&mut content);
+    if read.map_err(unreadable(path))? as u64 > max {
+        let path = path.to_owned();
+        return Err(ModelFileError::TooLarge { path, max });
+    }
+    Ok(content)
 }
 
 /// Template files take precedence over the configuration, and over a processor's legacy file.

@@ -382,7 +382,7 @@ impl Settings {
         self.max_prompt_bytes
     }
 
-    /// Bytes of all tokenizers' `tokenizer.json` that are loaded.
+    /// Bytes of all tokenizers that are loaded, each as a `tokenizer.json`.
     pub(crate) const fn max_tokenizer_bytes(&self) -> u64 {
         self.max_tokenizer_bytes
     }

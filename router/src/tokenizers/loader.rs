@@ -105,7 +105,9 @@ enum SourceRead {
 enum SourceReadError {
     #[error(transparent)]
     Load(#[from] TokenizerLoadError),
-    #[error("its tokenizer.json has {bytes} bytes, and max_tokenizer_bytes leaves {left}")]
+    #[error(
+        "its tokenizer has {bytes} bytes as a tokenizer.json, and max_tokenizer_bytes leaves {left}"
+    )]
     NoRoom { bytes: u64, left: u64 },
 }
 
@@ -362,7 +364,7 @@ fn plain_source(path: &Path) -> ModelSource {
     }
 }
 
-/// Reads a source's files. `left`: bytes that its `tokenizer.json` may have.
+/// Reads a source's files. `left`: bytes that its tokenizer may have.
 fn read(
     source: &ModelSource,
     before: Option<&LoadedTokenizer>,

@@ -30,7 +30,7 @@ pub enum LocateError {
     NoPath(String),
     #[error(
         "{id} is neither a path nor in the hub cache {cache:?}: run `hf download {id} \
-         --include 'tokenizer*' '*.jinja'` there, or name a directory"
+         --include '*.jinja' '*token*' 'config.json' 'tekken.json'` there, or name a directory"
     )]
     NotCached { id: String, cache: PathBuf },
 }

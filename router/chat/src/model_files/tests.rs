@@ -30,17 +30,51 @@ fn named(entries: &[(&str, &str)]) -> TemplateSources {
 }
 
 #[test]
-fn another_form_is_named() {
-    for file in ["tekken.json", "tokenizer.model", "qwen.tiktoken"] {
+fn a_file_of_another_form_is_named_in_its_error() {
+    let error_of = |file: &str| {
         let scratch = Scratch::new(&[(file, "")]);
         fs::remove_file(scratch.0.path().join("tokenizer.json")).unwrap();
         let error = read(scratch.0.path()).unwrap_err();
+        assert!(error.to_string().contains(file), "{error}");
+        error
+    };
+    for file in [
+        "tekken.json",
+        "tokenizer.model",
+        "tiktoken.model",
+        "qwen.tiktoken",
+    ] {
+        let error = error_of(file);
         assert!(
-            matches!(&error, ModelFileError::OtherForm { .. }),
+            matches!(error, ModelFileError::Conversion { .. }),
             "{error}"
         );
-        assert!(error.to_string().contains(file), "{error}");
     }
+    for file in ["vocab.json", "spiece.model"] {
+        let error = error_of(file);
+        assert!(matches!(error, ModelFileError::OtherForm { .. }), "{error}");
+    }
+}
+
+#[test]
+fn another_form_is_read_only_without_a_tokenizer_json_and_up_to_its_bound() {
+    let scratch = Scratch::new(&[("tekken.json", ""), ("tokenizer.model", "")]);
+    assert_eq!(scratch.read().tokenizer, b"{}");
+    fs::remove_file(scratch.0.path().join("tokenizer.json")).unwrap();
+    let file = fs::File::create(scratch.0.path().join("tekken.json")).unwrap();
+    file.set_len((64 << 20) + 1).unwrap();
+    let error = read(scratch.0.path()).unwrap_err();
+    assert!(matches!(error, ModelFileError::TooLarge { .. }), "{error}");
+}
+
+#[test]
+fn mistrals_form_has_neither_templates_nor_a_configuration() {
+    let tekken = include_str!("../../testdata/tokenizer_files/tekken.json");
+    let scratch = Scratch::new(&[("tekken.json", tekken), CONFIG, JINJA]);
+    fs::remove_file(scratch.0.path().join("tokenizer.json")).unwrap();
+    let files = scratch.read();
+    assert_eq!(files.templates, TemplateSources::None);
+    assert!(files.config.is_empty());
 }
 
 #[test]

@@ -29,6 +29,7 @@ use serde_json::Value;
 use crate::model_files::TemplateSources;
 use crate::openai::{ChatParts, SpecialTokens};
 
+pub use crate::convert::ConversionError;
 pub use crate::model_files::{ModelFileError, ModelFiles, ModelSource};
 pub use compare::{ComparisonCounts, ReferenceComparison};
 pub use content_format::ContentFormat;
@@ -36,6 +37,8 @@ pub use python::CivilTime;
 pub use segment_cache::{CacheScope, SegmentCacheStats};
 pub use template::{ChatTemplates, RenderError, TemplateError, TemplateRules, UnusedTools};
 pub use text_task::{TaskState, TextTask};
+
+pub(crate) use bpe::byte_level_alphabet;
 
 use added::AddedTokens;
 use bpe::BpeEncoder;
@@ -113,7 +116,7 @@ struct Splitting {
 }
 
 impl Tokenizer {
-    /// Loads a directory with `tokenizer.json` and its configuration, or a bare `tokenizer.json`.
+    /// Loads a directory with a tokenizer's file and its configuration, or a bare `tokenizer.json`.
     pub fn load(path: &Path) -> Result<Self, TokenizerLoadError> {
         let source = ModelSource {
             path: path.to_owned(),

@@ -388,7 +388,7 @@ fn split_at_blanks(text: &str, boundary: BlankBoundary, words: &mut Vec<WordSpan
 }
 
 /// The byte that each character of a byte-level vocabulary stands for.
-fn byte_level_alphabet() -> HashMap<char, u8> {
+pub(crate) fn byte_level_alphabet() -> HashMap<char, u8> {
     let is_own = |byte: &u8| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let own = (0..=255_u8)
         .filter(is_own)
