@@ -46,6 +46,41 @@ pub(crate) fn seams(data: &[u8]) {
     }
 }
 
+/// A tokenizer's file that is not a `tokenizer.json`: loaded, and texts encoded. The first byte
+/// chooses its name and the engine's class.
+pub(crate) fn tokenizer_file(data: &[u8]) {
+    const FILES: [&str; 4] = [
+        "tekken.json",
+        "tokenizer.model",
+        "tiktoken.model",
+        "qwen.tiktoken",
+    ];
+    const CLASSES: [&str; 4] = [
+        r#"{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}"#,
+        r#"{"tokenizer_class": "GemmaTokenizer"}"#,
+        r#"{"added_tokens_decoder": {"3": {"content": "<t>"}, "9": {"content": "<new>"}}}"#,
+        r#"{"auto_map": {"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", null]}}"#,
+    ];
+    let Some((choice, content)) = data.split_first() else {
+        return;
+    };
+    let directory = tempfile::tempdir().expect("directory");
+    let write = |name: &str, content: &[u8]| {
+        std::fs::write(directory.path().join(name), content).expect("file");
+    };
+    write(FILES[usize::from(choice % 4)], content);
+    write(
+        "tokenizer_config.json",
+        CLASSES[usize::from(choice / 4 % 4)].as_bytes(),
+    );
+    if let Ok(tokenizer) = Tokenizer::load(directory.path()) {
+        for text in ["", " ab  a<t>b", "①é\u{301}ﬁ"] {
+            // A text may have no ids; what counts is that nothing panics.
+            drop(tokenizer.encode(text, SpecialTokens::Add));
+        }
+    }
+}
+
 fn templates() -> &'static [ChatTemplates] {
     static COMPILED: OnceLock<Vec<ChatTemplates>> = OnceLock::new();
     COMPILED.get_or_init(|| {

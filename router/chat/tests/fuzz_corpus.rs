@@ -57,3 +57,8 @@ fn streams() {
 fn seams() {
     replay("seams", drive::seams);
 }
+
+#[test]
+fn tokenizer_files() {
+    replay("tokenizer_file", drive::tokenizer_file);
+}
