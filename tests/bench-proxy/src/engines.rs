@@ -72,8 +72,8 @@ impl Engines {
             started.engines.push(Engine {
                 address: (Ipv4Addr::LOCALHOST, port("port")?).into(),
                 events: Some(EventPorts {
-                    live: port("kv_ports")?,
-                    replay: port("replay_ports")?,
+                    live: port("kv")?,
+                    replay: port("replay")?,
                 }),
             });
         }

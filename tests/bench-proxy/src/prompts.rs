@@ -34,7 +34,7 @@ impl Prompts {
             let plain = text.replace(['"', '\\', '\t'], "").replace('\n', " ");
             sentences.extend(plain.split_inclusive(". ").map(str::to_owned));
         }
-        ensure!(sentences.len() > 1000, "{} sentences", sentences.len());
+        ensure!(sentences.len() > 500, "{} sentences", sentences.len());
         Ok(Self { sentences })
     }
 
