@@ -5,6 +5,9 @@
 # usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
 #        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine
 #          compares routing by the cache, with engines that have one
+#        tests/bench-proxy/run.sh --attacks --mock-engine target/release/warmroute-mock-engine
+#          measures quiet clients alone and beside each attack; takes --rounds, --seconds (of one
+#          measurement) and --only (part of the name of a proxy or an attack)
 #        tests/bench-proxy/run.sh | tee table.md
 #        tests/bench-proxy/plot.py docs/proxy-cpu.svg table.md
 #          draws the CPU seconds per 1,000 requests of the table

@@ -5,9 +5,11 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy, sink};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{MissedTickBehavior, interval};
+
+use crate::client::contains;
 
 /// Chunks of a stream.
 pub const CHUNKS: usize = 128;
@@ -22,6 +24,9 @@ const EVENT: &str = concat!(
     "\n\n"
 );
 
+const STREAM_HEAD: &str = "HTTP/1.1 200 OK\r\n\
+    content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
+
 const ANSWER: &str = concat!(
     r#"{"id":"chatcmpl-0123456789","object":"chat.completion","created":1,"model":"m","#,
     r#""choices":[{"index":0,"message":{"role":"assistant","content":"One answer."},"#,
@@ -29,18 +34,49 @@ const ANSWER: &str = concat!(
     r#""total_tokens":13}}"#
 );
 
-/// What proxies read of an engine at their start.
-const MODELS: &str = r#"{"object":"list","data":[{"id":"m","object":"model","created":1,
-    "owned_by":"vllm","root":"m","parent":null,"max_model_len":131072}]}"#;
-
 const INFO: &str = r#"{"model_path":"m","tokenizer_path":"m","is_generation":true,
     "model_id":"m","served_model_name":"m","tp_size":1,"dp_size":1,"version":"0.33.0"}"#;
+
+/// In a request for a stream without an end, which comes faster than others.
+pub const ENDLESS_MARK: &str = "\"max_tokens\":1000000";
+
+/// Events of a stream without an end that are written together: 8 KiB.
+const ENDLESS_EVENTS: usize = 44;
+
+/// A longer body is not kept, and asks for no stream.
+const KEPT_BODY_MAX: usize = 1 << 20;
 
 /// Threads that serve all engines.
 const THREADS: usize = 4;
 
+/// What all engines serve.
+#[derive(Clone, Copy, Debug)]
+pub struct Served {
+    pub max_model_len: u32,
+    /// The engine that answers `/tokenize`; `None`: 404.
+    pub tokenize: Option<SocketAddr>,
+}
+
+impl Served {
+    /// What proxies read of an engine at their start.
+    fn models(self) -> String {
+        format!(
+            r#"{{"object":"list","data":[{{"id":"m","object":"model","created":1,
+            "owned_by":"vllm","root":"m","parent":null,"max_model_len":{}}}]}}"#,
+            self.max_model_len
+        )
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Answer,
+    Stream,
+    EndlessStream,
+}
+
 /// Starts so many engines.
-pub fn start(count: usize) -> anyhow::Result<Vec<SocketAddr>> {
+pub fn start(count: usize, served: Served) -> anyhow::Result<Vec<SocketAddr>> {
     let bind = |_| {
         let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
         listener.set_nonblocking(true)?;
@@ -56,19 +92,19 @@ pub fn start(count: usize) -> anyhow::Result<Vec<SocketAddr>> {
             .enable_all()
             .build()
             .context("starting the backends' runtime")?;
-        std::thread::spawn(move || runtime.block_on(serve_all(part)));
+        std::thread::spawn(move || runtime.block_on(serve_all(part, served)));
     }
     Ok(addresses)
 }
 
-async fn serve_all(listeners: Vec<std::net::TcpListener>) {
+async fn serve_all(listeners: Vec<std::net::TcpListener>, served: Served) {
     for listener in listeners {
         let Ok(listener) = TcpListener::from_std(listener) else {
             continue;
         };
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(serve(stream));
+                tokio::spawn(serve(stream, served));
             }
         });
     }
@@ -76,20 +112,28 @@ async fn serve_all(listeners: Vec<std::net::TcpListener>) {
 }
 
 /// Serves a connection until it closes. Errors end it.
-async fn serve(mut stream: TcpStream) -> std::io::Result<()> {
+async fn serve(mut stream: TcpStream, served: Served) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut buffer = Vec::with_capacity(256 << 10);
+    let models = served.models();
     loop {
-        let Some((is_stream, path)) = read_request(&mut stream, &mut buffer).await? else {
+        let Some((wanted, path)) = read_request(&mut stream, &mut buffer).await? else {
             return Ok(());
         };
-        if is_stream {
-            write_events(&mut stream).await?;
-            continue;
+        match wanted {
+            Wanted::Answer => {}
+            Wanted::Stream => {
+                write_events(&mut stream).await?;
+                continue;
+            }
+            Wanted::EndlessStream => return write_endless_events(&mut stream).await,
+        }
+        if let ("/tokenize", Some(tokenizing)) = (path.as_str(), served.tokenize) {
+            return forward(&buffer, tokenizing, &mut stream).await;
         }
         let (status, body) = match path.as_str() {
             "/v1/chat/completions" => (200, ANSWER),
-            "/v1/models" => (200, MODELS),
+            "/v1/models" => (200, models.as_str()),
             "/health" | "/health_generate" => (200, ""),
             "/get_model_info" | "/model_info" | "/get_server_info" | "/server_info"
             | "/version" => (200, INFO),
@@ -104,11 +148,11 @@ async fn serve(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// Reads one request to its end. Returns whether it asks for a stream, and its path.
+/// Reads one request to its end. Returns what it asks for, and its path.
 async fn read_request(
     stream: &mut TcpStream,
     buffer: &mut Vec<u8>,
-) -> std::io::Result<Option<(bool, String)>> {
+) -> io::Result<Option<(Wanted, String)>> {
     buffer.clear();
     let head_end = loop {
         if stream.read_buf(buffer).await? == 0 {
@@ -123,6 +167,11 @@ async fn read_request(
     let path = path.split('?').next().unwrap_or("/").to_owned();
     let header = |name: &str| head.lines().find_map(|line| line.strip_prefix(name));
     let length = header("content-length:").and_then(|value| value.trim().parse::<usize>().ok());
+    if let Some(length) = length.filter(|length| *length > KEPT_BODY_MAX) {
+        let rest = (head_end + length).saturating_sub(buffer.len());
+        let read = copy(&mut stream.take(rest as u64), &mut sink()).await?;
+        return Ok((read == rest as u64).then_some((Wanted::Answer, path)));
+    }
     let is_chunked = header("transfer-encoding:").is_some();
     let is_whole = |bytes: &[u8]| match length {
         Some(length) => bytes.len() >= head_end + length,
@@ -134,17 +183,31 @@ async fn read_request(
         }
     }
     // Some proxies write the body's fields in another order.
-    let is_stream = buffer[head_end..]
-        .windows(13)
-        .any(|bytes| bytes == b"\"stream\":true");
-    Ok(Some((is_stream, path)))
+    let body = &buffer[head_end..];
+    let wanted = if !contains(body, b"\"stream\":true") {
+        Wanted::Answer
+    } else if contains(body, ENDLESS_MARK.as_bytes()) {
+        Wanted::EndlessStream
+    } else {
+        Wanted::Stream
+    };
+    Ok(Some((wanted, path)))
 }
 
-async fn write_events(stream: &mut TcpStream) -> std::io::Result<()> {
-    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\
-                transfer-encoding: chunked\r\n\r\n";
-    stream.write_all(head.as_bytes()).await?;
-    let chunk = |event: &str| format!("{:x}\r\n{event}\r\n", event.len());
+/// Forwards one request. The answer closes the connection.
+async fn forward(request: &[u8], to: SocketAddr, answer: &mut TcpStream) -> io::Result<()> {
+    let mut engine = TcpStream::connect(to).await?;
+    let line_end = request.iter().position(|byte| *byte == b'\n');
+    let (line, rest) = request.split_at(line_end.map_or(0, |at| at + 1));
+    engine
+        .write_all(&[line, b"connection: close\r\n", rest].concat())
+        .await?;
+    copy(&mut engine, answer).await?;
+    Ok(())
+}
+
+async fn write_events(stream: &mut TcpStream) -> io::Result<()> {
+    stream.write_all(STREAM_HEAD.as_bytes()).await?;
     let event = chunk(EVENT);
     let mut ticks = interval(CHUNK_PERIOD);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -154,4 +217,20 @@ async fn write_events(stream: &mut TcpStream) -> std::io::Result<()> {
     }
     let end = chunk("data: [DONE]\n\n") + "0\r\n\r\n";
     stream.write_all(end.as_bytes()).await
+}
+
+/// Ends when the connection does.
+async fn write_endless_events(stream: &mut TcpStream) -> io::Result<()> {
+    stream.write_all(STREAM_HEAD.as_bytes()).await?;
+    let events = chunk(EVENT).repeat(ENDLESS_EVENTS);
+    let mut ticks = interval(CHUNK_PERIOD);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        stream.write_all(events.as_bytes()).await?;
+    }
+}
+
+fn chunk(event: &str) -> String {
+    format!("{:x}\r\n{event}\r\n", event.len())
 }

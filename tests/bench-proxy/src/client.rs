@@ -15,7 +15,7 @@ use crate::backend::CHUNKS;
 use crate::prompts::{Novelty, Prompts};
 
 /// Clients of plain answers.
-const PLAIN_CLIENTS: usize = 8;
+pub const PLAIN_CLIENTS: usize = 8;
 
 /// Clients of streams.
 const STREAM_CLIENTS: usize = 64;
@@ -190,7 +190,7 @@ fn fox(number: usize, bytes: usize) -> String {
     text
 }
 
-fn request(load: &Load, number: usize) -> Vec<u8> {
+pub fn request(load: &Load, number: usize) -> Vec<u8> {
     let text = load.text(number);
     let stream = if load.is_stream() {
         ",\"stream\":true"
@@ -208,13 +208,13 @@ fn request(load: &Load, number: usize) -> Vec<u8> {
     [head.into_bytes(), body.into_bytes()].concat()
 }
 
-struct Client {
+pub struct Client {
     stream: TcpStream,
     buffer: Vec<u8>,
 }
 
 impl Client {
-    async fn connect(address: SocketAddr) -> anyhow::Result<Self> {
+    pub async fn connect(address: SocketAddr) -> anyhow::Result<Self> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         Ok(Self {
@@ -224,7 +224,7 @@ impl Client {
     }
 
     /// Returns the time to the whole answer, or to the first token of a stream.
-    async fn ask(&mut self, request: &[u8], is_stream: bool) -> anyhow::Result<Duration> {
+    pub async fn ask(&mut self, request: &[u8], is_stream: bool) -> anyhow::Result<Duration> {
         let began = Instant::now();
         self.stream.write_all(request).await?;
         self.buffer.clear();
@@ -276,6 +276,6 @@ impl Client {
     }
 }
 
-fn contains(bytes: &[u8], part: &[u8]) -> bool {
+pub fn contains(bytes: &[u8], part: &[u8]) -> bool {
     bytes.windows(part.len()).any(|window| window == part)
 }

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::Context as _;
 
-use crate::backend;
+use crate::backend::{self, Served};
 
 /// Blocks of 16 tokens that each mock engine caches.
 const CACHE_BLOCKS: &str = "65536";
@@ -35,7 +35,27 @@ pub struct EventPorts {
 
 impl Engines {
     pub fn light(count: usize) -> anyhow::Result<Self> {
-        let addresses = backend::start(count)?;
+        let served = Served {
+            max_model_len: 131_072,
+            tokenize: None,
+        };
+        Self::light_that_serve(served, count)
+    }
+
+    /// Light engines that a router tokenizes prompts for, with a model that takes long ones: one
+    /// mock engine answers for them what the router compares its token ids with.
+    pub fn tokenizing(binary: &Path, tokenizer: &Path, count: usize) -> anyhow::Result<Self> {
+        let mut started = Self::mock(binary, tokenizer, 1)?;
+        let served = Served {
+            max_model_len: 10_000_000,
+            tokenize: started.engines.first().map(|engine| engine.address),
+        };
+        started.engines = Self::light_that_serve(served, count)?.engines.clone();
+        Ok(started)
+    }
+
+    fn light_that_serve(served: Served, count: usize) -> anyhow::Result<Self> {
+        let addresses = backend::start(count, served)?;
         let engine = |address| Engine {
             address,
             events: None,

@@ -5,40 +5,24 @@
 //! take per 1,000 requests, from `/proc`. Rounds of all proxies alternate, and the median round
 //! counts.
 
+mod attacks;
 mod backend;
 mod client;
 mod engines;
+mod options;
 mod process;
 mod prompts;
 mod table;
 
-use std::path::PathBuf;
-
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 
 use client::{Load, Measured};
 use engines::Engines;
+use options::{Mode, Options};
 use process::{Proxy, ProxyKind};
 
 /// Most requests of one client in a round.
 const REQUESTS_MAX: usize = 10_000;
-
-struct Options {
-    router: PathBuf,
-    peers: PathBuf,
-    /// Engines behind each proxy.
-    backends: usize,
-    /// The program of mock engines with a prefix cache: compares routing by the cache. `None`: light
-    /// engines without a cache.
-    mock_engine: Option<PathBuf>,
-    /// The tokenizer of the mock engines and the router.
-    tokenizer: PathBuf,
-    /// The processors that the router may use, as `taskset` takes them; `None`: all.
-    cores: Option<String>,
-    requests: usize,
-    rounds: usize,
-    only: Option<String>,
-}
 
 /// What one proxy took for one load.
 struct Cell {
@@ -54,26 +38,41 @@ struct Round {
 }
 
 fn main() -> anyhow::Result<()> {
-    let options = options()?;
-    let (engines, kinds, loads) = match &options.mock_engine {
-        None => (
-            Engines::light(options.backends)?,
-            ProxyKind::PROXYING.as_slice(),
-            Load::proxying(options.requests),
-        ),
-        Some(binary) => (
-            Engines::mock(binary, &options.tokenizer, options.backends)?,
-            ProxyKind::CACHE_AWARE.as_slice(),
-            Load::prompts(options.requests)?,
-        ),
-    };
+    let options = Options::parse(std::env::args().skip(1))?;
+    match (&options.mode, &options.mock_engine) {
+        (Mode::Compare, None) => {
+            let engines = Engines::light(options.backends)?;
+            let loads = Load::proxying(options.requests);
+            compare(&options, &engines, &ProxyKind::PROXYING, loads)
+        }
+        (Mode::Compare, Some(binary)) => {
+            let engines = Engines::mock(binary, &options.tokenizer, options.backends)?;
+            let loads = Load::prompts(options.requests)?;
+            compare(&options, &engines, &ProxyKind::CACHE_AWARE, loads)
+        }
+        (Mode::Attacks, binary) => {
+            let binary = binary.as_deref().context("--attacks needs --mock-engine")?;
+            let engines = Engines::tokenizing(binary, &options.tokenizer, options.backends)?;
+            attacks::measure_all(&engines, &options)
+        }
+        (Mode::Attacker { attack, target }, _) => attacks::attacker::run(*attack, *target),
+    }
+}
+
+/// Prints a table of the loads and proxies.
+fn compare(
+    options: &Options,
+    engines: &Engines,
+    kinds: &[ProxyKind],
+    loads: Vec<Load>,
+) -> anyhow::Result<()> {
     let wanted = |kind: &ProxyKind| match &options.only {
         Some(only) => kind.name().contains(only.as_str()) || *kind == ProxyKind::Direct,
         None => true,
     };
     let mut proxies = Vec::new();
     for kind in kinds.iter().copied().filter(wanted) {
-        match Proxy::start(kind, &engines.engines, &options) {
+        match Proxy::start(kind, &engines.engines, options) {
             Ok(proxy) => proxies.push(proxy),
             Err(error) => eprintln!("without {}: {error:#}", kind.name()),
         }
@@ -112,37 +111,4 @@ fn main() -> anyhow::Result<()> {
     }
     print!("{}", table::render(&cells));
     Ok(())
-}
-
-fn options() -> anyhow::Result<Options> {
-    let mut options = Options {
-        router: "target/release/warmroute-router".into(),
-        peers: ".venv/bench-proxy/bin".into(),
-        backends: 4,
-        mock_engine: None,
-        tokenizer: "tests/fixtures/tiny".into(),
-        cores: None,
-        requests: 2000,
-        rounds: 3,
-        only: None,
-    };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(flag) = arguments.next() {
-        let value = arguments
-            .next()
-            .with_context(|| format!("{flag} needs a value"))?;
-        match flag.as_str() {
-            "--router" => options.router = value.into(),
-            "--peers" => options.peers = value.into(),
-            "--backends" => options.backends = value.parse()?,
-            "--mock-engine" => options.mock_engine = Some(value.into()),
-            "--tokenizer" => options.tokenizer = value.into(),
-            "--cores" => options.cores = Some(value),
-            "--requests" => options.requests = value.parse()?,
-            "--rounds" => options.rounds = value.parse()?,
-            "--only" => options.only = Some(value),
-            _ => bail!("unknown flag {flag}"),
-        }
-    }
-    Ok(options)
 }

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::Options;
 use crate::client::{self, Load};
 use crate::engines::{Engine, EventPorts};
+use crate::options::Options;
 
 /// Longest start of a proxy.
 const START_MAX: Duration = Duration::from_secs(40);
@@ -25,6 +25,7 @@ pub enum ProxyKind {
     HaProxy,
     Warmroute,
     WarmrouteCache,
+    WarmrouteKv,
     VllmRouter,
     VllmRouterCache,
     SglangRouter,
@@ -50,6 +51,8 @@ impl ProxyKind {
         Self::SglangRouterCache,
     ];
 
+    pub const ATTACKED: [Self; 2] = [Self::Nginx, Self::WarmrouteKv];
+
     pub const fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -57,6 +60,7 @@ impl ProxyKind {
             Self::HaProxy => "HAProxy",
             Self::Warmroute => "warmroute round-robin",
             Self::WarmrouteCache => "warmroute, default policy",
+            Self::WarmrouteKv => "warmroute kv",
             Self::VllmRouter => "vllm-router round_robin",
             Self::VllmRouterCache => "vllm-router cache_aware",
             Self::SglangRouter => "sglang-router round_robin",
@@ -69,6 +73,8 @@ impl ProxyKind {
 pub struct Proxy {
     pub kind: ProxyKind,
     pub address: SocketAddr,
+    /// Takes HTTP/2 without TLS.
+    pub http2_address: SocketAddr,
     child: Option<Child>,
     folder: Option<PathBuf>,
 }
@@ -81,6 +87,7 @@ impl Proxy {
         Ok(Self {
             kind,
             address: engines[0].address,
+            http2_address: engines[0].address,
             child: None,
             folder: None,
         })
@@ -94,7 +101,16 @@ impl Proxy {
         let address = free_address()?;
         let folder = std::env::temp_dir().join(format!("bench-proxy-{}", address.port()));
         fs::create_dir_all(&folder)?;
-        let mut command = command(kind, address, engines, options, &folder)?;
+        let http2_address = match kind {
+            // One port of nginx takes either version only.
+            ProxyKind::Nginx => free_address()?,
+            _ => address,
+        };
+        let ports = Ports {
+            address,
+            http2_address,
+        };
+        let mut command = command(kind, ports, engines, options, &folder)?;
         let log = fs::File::create(folder.join("log"))?;
         command
             .stdin(Stdio::null())
@@ -104,6 +120,7 @@ impl Proxy {
         let proxy = Self {
             kind,
             address,
+            http2_address,
             child: Some(child),
             folder: Some(folder),
         };
@@ -208,14 +225,20 @@ fn free_address() -> anyhow::Result<SocketAddr> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?)
 }
 
+#[derive(Clone, Copy)]
+struct Ports {
+    address: SocketAddr,
+    http2_address: SocketAddr,
+}
+
 fn command(
     kind: ProxyKind,
-    address: SocketAddr,
+    ports: Ports,
     engines: &[Engine],
     options: &Options,
     folder: &Path,
 ) -> anyhow::Result<Command> {
-    let port = address.port().to_string();
+    let port = ports.address.port().to_string();
     let urls: Vec<String> = engines
         .iter()
         .map(|engine| format!("http://{}", engine.address))
@@ -236,25 +259,8 @@ fn command(
     };
     Ok(match kind {
         ProxyKind::Direct => bail!("no process"),
-        ProxyKind::Warmroute | ProxyKind::WarmrouteCache => {
-            let mut command = match &options.cores {
-                Some(cores) => {
-                    let mut command = Command::new("taskset");
-                    command.args(["-c", cores]).arg(&options.router);
-                    command
-                }
-                None => Command::new(&options.router),
-            };
-            command
-                .args(["--host", "127.0.0.1", "--port", &port, "--admin-port", "0"])
-                .args(["--log", "warn"])
-                .args(engines.iter().map(worker));
-            if kind == ProxyKind::WarmrouteCache {
-                command.arg("--tokenizer").arg(&options.tokenizer);
-            } else {
-                command.args(["--policy", "round-robin"]);
-            }
-            command
+        ProxyKind::Warmroute | ProxyKind::WarmrouteCache | ProxyKind::WarmrouteKv => {
+            warmroute(kind, &port, engines, options)
         }
         ProxyKind::VllmRouter => python("vllm-router", "round_robin"),
         ProxyKind::VllmRouterCache => python("vllm-router", "cache_aware"),
@@ -262,19 +268,43 @@ fn command(
         ProxyKind::SglangRouterCache => python("sglang-router", "cache_aware"),
         ProxyKind::Nginx => {
             let file = folder.join("nginx.conf");
-            fs::write(&file, nginx(address, engines, folder))?;
+            fs::write(&file, nginx(ports, engines, folder))?;
             let mut command = Command::new("nginx");
             command.arg("-c").arg(file);
             command
         }
         ProxyKind::HaProxy => {
             let file = folder.join("haproxy.cfg");
-            fs::write(&file, haproxy(address, engines))?;
+            fs::write(&file, haproxy(ports.address, engines))?;
             let mut command = Command::new("haproxy");
             command.args(["-q", "-db", "-f"]).arg(file);
             command
         }
     })
+}
+
+fn warmroute(kind: ProxyKind, port: &str, engines: &[Engine], options: &Options) -> Command {
+    let mut command = match &options.cores {
+        Some(cores) => {
+            let mut command = Command::new("taskset");
+            command.args(["-c", cores]).arg(&options.router);
+            command
+        }
+        None => Command::new(&options.router),
+    };
+    command
+        .args(["--host", "127.0.0.1", "--port", port, "--admin-port", "0"])
+        .args(["--log", "warn"])
+        .args(engines.iter().map(worker));
+    if kind == ProxyKind::Warmroute {
+        command.args(["--policy", "round-robin"]);
+    } else {
+        command.arg("--tokenizer").arg(&options.tokenizer);
+    }
+    if kind == ProxyKind::WarmrouteKv {
+        command.args(["--policy", "kv", "--block-size", "16"]);
+    }
+    command
 }
 
 /// An engine as the router's flag declares it.
@@ -288,12 +318,16 @@ fn worker(engine: &Engine) -> String {
     }
 }
 
-fn nginx(address: SocketAddr, engines: &[Engine], folder: &Path) -> String {
+fn nginx(ports: Ports, engines: &[Engine], folder: &Path) -> String {
     let servers: String = engines
         .iter()
         .map(|engine| format!("server {}; ", engine.address))
         .collect();
     let folder = folder.display();
+    let Ports {
+        address,
+        http2_address,
+    } = ports;
     format!(
         "daemon off; worker_processes 2; pid {folder}/pid; error_log {folder}/error warn;
 events {{ worker_connections 1024; }}
@@ -304,7 +338,7 @@ http {{
   client_max_body_size 64m; client_body_buffer_size 256k; keepalive_requests 1000000;
   upstream engines {{ {servers} keepalive 128; keepalive_requests 1000000; }}
   server {{
-    listen {address};
+    listen {address}; listen {http2_address} http2;
     location / {{
       proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection '';
       proxy_buffering off;

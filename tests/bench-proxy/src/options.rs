@@ -1,0 +1,86 @@
+//! The command line.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+
+use crate::attacks::Attack;
+
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub mode: Mode,
+    pub router: PathBuf,
+    pub peers: PathBuf,
+    /// Engines behind each proxy.
+    pub backends: usize,
+    /// The program of mock engines with a prefix cache. `None`: light engines without a cache.
+    pub mock_engine: Option<PathBuf>,
+    /// The tokenizer of the mock engines and the router.
+    pub tokenizer: PathBuf,
+    /// The processors that the router may use, as `taskset` takes them; `None`: all.
+    pub cores: Option<String>,
+    pub requests: usize,
+    pub rounds: usize,
+    /// Time of one measurement beside an attack, and of one without.
+    pub measurement: Duration,
+    pub only: Option<String>,
+}
+
+#[derive(Clone, Debug)]
+pub enum Mode {
+    /// Compares proxies; with `mock_engine`, routing by the cache.
+    Compare,
+    /// Measures quiet clients alone and beside each attack.
+    Attacks,
+    /// The process of one attack's clients, started by `Attacks`.
+    Attacker { attack: Attack, target: SocketAddr },
+}
+
+impl Options {
+    pub fn parse(mut arguments: impl Iterator<Item = String>) -> anyhow::Result<Self> {
+        let mut options = Self {
+            mode: Mode::Compare,
+            router: "target/release/warmroute-router".into(),
+            peers: ".venv/bench-proxy/bin".into(),
+            backends: 4,
+            mock_engine: None,
+            tokenizer: "tests/fixtures/tiny".into(),
+            cores: None,
+            requests: 2000,
+            rounds: 3,
+            measurement: Duration::from_secs(5),
+            only: None,
+        };
+        while let Some(flag) = arguments.next() {
+            if flag == "--attacks" {
+                options.mode = Mode::Attacks;
+                continue;
+            }
+            let mut value = || {
+                let value = arguments.next();
+                value.with_context(|| format!("{flag} needs a value"))
+            };
+            match flag.as_str() {
+                "--router" => options.router = value()?.into(),
+                "--peers" => options.peers = value()?.into(),
+                "--backends" => options.backends = value()?.parse()?,
+                "--mock-engine" => options.mock_engine = Some(value()?.into()),
+                "--tokenizer" => options.tokenizer = value()?.into(),
+                "--cores" => options.cores = Some(value()?),
+                "--requests" => options.requests = value()?.parse()?,
+                "--rounds" => options.rounds = value()?.parse()?,
+                "--seconds" => options.measurement = Duration::from_secs(value()?.parse()?),
+                "--only" => options.only = Some(value()?),
+                "--attacker" => {
+                    let attack = Attack::named(&value()?)?;
+                    let target = value()?.parse()?;
+                    options.mode = Mode::Attacker { attack, target };
+                }
+                _ => bail!("unknown flag {flag}"),
+            }
+        }
+        Ok(options)
+    }
+}
