@@ -200,7 +200,7 @@ impl Admission {
         demand: QueueDemand,
     ) -> Result<AdmissionTicket, ShedRequest> {
         if self.closed.is_cancelled() {
-            return Err(self.shed(ShedReason::RouterEnds, &line.model));
+            return Err(self.shed(ShedReason::RouterEnds, line));
         }
         self.was_used.store(true, Ordering::Relaxed);
         let (notices, notice) = oneshot::channel();
@@ -213,7 +213,7 @@ impl Admission {
         };
         let joined = self.room().join(line, request, &bounds);
         let JoinedQueue { spot, displaced } =
-            joined.map_err(|_| self.shed(ShedReason::QueueFull, &line.model))?;
+            joined.map_err(|_| self.shed(ShedReason::QueueFull, line))?;
         for notices in displaced {
             // A receiver that is gone has left the queue.
             drop(notices.send(QueueNotice::Displaced));
@@ -229,8 +229,8 @@ impl Admission {
         })
     }
 
-    /// Counts a request that is not served.
-    pub(crate) fn shed(&self, reason: ShedReason, model: &str) -> ShedRequest {
+    /// Counts a request that is not served. `line`: the one that it was in, or would have joined.
+    pub(crate) fn shed(&self, reason: ShedReason, line: &QueueLine) -> ShedRequest {
         self.shed.with_label_values(&[reason.label()]).inc();
         let retry_after = match reason {
             // Another router may serve it.
@@ -238,7 +238,7 @@ impl Admission {
             ShedReason::NotQueued
             | ShedReason::QueueFull
             | ShedReason::Displaced
-            | ShedReason::Timeout => self.room().retry_after(model, Instant::now().into_std()),
+            | ShedReason::Timeout => self.room().retry_after(line, Instant::now().into_std()),
         };
         ShedRequest {
             reason,
@@ -385,7 +385,7 @@ impl AdmissionTicket {
     }
 
     fn shed(&self, reason: ShedReason) -> ShedRequest {
-        self.admission.shed(reason, &self.spot.model)
+        self.admission.shed(reason, &self.spot.line())
     }
 
     /// Leaves the queue. Returns the notice if there is one.

@@ -10,6 +10,7 @@
 //! served by deficit round robin over estimated tokens: a tenant that sends many requests delays its
 //! own. A tenant's requests of one level and model leave in the order of their arrival.
 
+use std::cmp::Ordering;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use std::time::Instant;
 use warmroute_process::access::keys::KeyId;
 
 use super::in_flight::InFlightTokens;
+use super::waiting_room::QueueLine;
 
 /// Tokens that a tenant may send before the next one's turn: about one short chat.
 const QUANTUM_TOKENS: u64 = 1024;
@@ -73,6 +75,16 @@ impl QueueSize {
     pub(super) const fn subtract(&mut self, bytes: usize) {
         self.requests -= 1;
         self.bytes -= bytes;
+    }
+}
+
+impl QueueSpot {
+    pub(super) fn line(&self) -> QueueLine {
+        QueueLine {
+            model: self.model.to_string(),
+            level: self.level,
+            tenant: self.tenant.clone(),
+        }
     }
 }
 
@@ -179,6 +191,34 @@ impl<T> FairQueue<T> {
     pub(crate) fn oldest(&self, model: &str) -> Option<Instant> {
         let lines = self.lines().map(|(_, _, line)| line);
         lines.filter_map(|line| line.oldest(model)).min()
+    }
+
+    /// Requests of the model that leave before a new one of this level and tenant, by what waits now
+    /// and with requests of one cost.
+    pub(super) fn ahead(&self, new: &QueueLine) -> usize {
+        let own_line = |of_level: &PriorityLevel<T>| {
+            let own = of_level.lines.get(&new.tenant)?;
+            Some(own.of_model(&new.model))
+        };
+        let own = self.levels.get(&new.level).and_then(own_line).unwrap_or(0);
+        let (mut earlier, mut same, mut levels) = (0, 0, BTreeSet::from([new.level]));
+        for (level, _, line) in self.lines() {
+            let waiting = line.of_model(&new.model);
+            if waiting == 0 {
+                continue;
+            }
+            levels.insert(level);
+            match level.cmp(&new.level) {
+                Ordering::Less => earlier += waiting,
+                // The tenants leave in turn, so the others send one each before each of its own.
+                Ordering::Equal => same += waiting.min(own + 1),
+                Ordering::Greater => {}
+            }
+        }
+        // All but the first share the turns of later levels, also while the first waits.
+        let turns = LOW_TURN as usize * (levels.len() - 1);
+        let between = turns.saturating_sub(1).saturating_mul(same + 1);
+        same + earlier.min(between)
     }
 
     fn next_level(&mut self, fits: &impl Fn(&str) -> bool) -> Option<i64> {

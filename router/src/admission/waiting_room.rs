@@ -213,13 +213,14 @@ impl<T> WaitingRoom<T> {
         in_use.map(|(name, _)| Arc::clone(name)).collect()
     }
 
-    /// Time after which a new request of the model would have left the queue.
-    pub(crate) fn retry_after(&mut self, model: &str, now: Instant) -> Duration {
-        let oldest = self.queue.oldest(model);
+    /// Time after which a new request of the line would have left the queue.
+    pub(crate) fn retry_after(&mut self, line: &QueueLine, now: Instant) -> Duration {
+        let oldest = self.queue.oldest(&line.model);
         let longest = oldest.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        let model = self.models.get_mut(model);
+        let ahead = self.queue.ahead(line);
+        let model = self.models.get_mut(line.model.as_str());
         model.map_or(RETRY_AFTER_MIN, |model| {
-            model.rate.retry_after(model.size.requests, longest, now)
+            model.rate.retry_after(ahead, longest, now)
         })
     }
 

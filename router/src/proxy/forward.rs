@@ -20,7 +20,6 @@ use super::call::Call;
 use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
-use crate::admission::ShedReason;
 use crate::engine_error::{is_refused, lacks_files};
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
@@ -95,8 +94,7 @@ impl App {
         let mut pass = QueuePass::new(routing);
         loop {
             if pass.overtakes(self, routing) {
-                let shed = self.admission.shed(ShedReason::NotQueued, &routing.model);
-                return Err(shed.into());
+                return Err(self.not_queued(call, routing));
             }
             if pass.is_due(self, routing) {
                 self.wait_in_queue(call, request, routing, &mut pass)

@@ -115,6 +115,14 @@ impl QueuePass {
     }
 }
 
+fn line_of(call: &Call, routing: &Routing) -> QueueLine {
+    QueueLine {
+        model: routing.model.clone(),
+        level: routing.hints.level,
+        tenant: call.tenant_name().cloned(),
+    }
+}
+
 impl App {
     /// Waits for the request's turn, and asks the index again.
     pub(super) async fn wait_in_queue(
@@ -143,6 +151,12 @@ impl App {
         Ok(())
     }
 
+    /// Refuses a request that may not wait.
+    pub(super) fn not_queued(&self, call: &Call, routing: &Routing) -> ProxyError {
+        let line = line_of(call, routing);
+        self.admission.shed(ShedReason::NotQueued, &line).into()
+    }
+
     fn join_queue(
         &self,
         call: &Call,
@@ -154,22 +168,14 @@ impl App {
         let longest = now + settings.queue_timeout();
         let until = own.map_or(longest, |own| own.min(longest));
         if until <= now {
-            return Err(self
-                .admission
-                .shed(ShedReason::NotQueued, &routing.model)
-                .into());
+            return Err(self.not_queued(call, routing));
         }
-        let line = QueueLine {
-            model: routing.model.clone(),
-            level: routing.hints.level,
-            tenant: call.tenant_name().cloned(),
-        };
         let demand = QueueDemand {
             prompt_tokens: routing.prompt.tokens(),
             bytes: request.body.len(),
             lengths: settings.queue_lengths(),
             until,
         };
-        Ok(self.admission.join(&line, demand)?)
+        Ok(self.admission.join(&line_of(call, routing), demand)?)
     }
 }

@@ -56,6 +56,14 @@ impl Line {
         self.queue.pop(|_| true, &self.in_flight)
     }
 
+    fn ahead(&self, level: i64, name: &str) -> usize {
+        self.queue.ahead(&QueueLine {
+            model: "m".to_owned(),
+            level,
+            tenant: tenant(name),
+        })
+    }
+
     fn waiting(&self, level: i64, name: &str) -> usize {
         let mut lines = self.queue.lines();
         let own = lines.find(|(of, tenant, _)| *of == level && **tenant == self::tenant(name));
@@ -360,4 +368,65 @@ fn a_tenant_above_its_part_is_not_starved() {
     let served = (0..40).map(|_| line.pop().1);
     let busy = served.filter(|name| name == "busy").count();
     assert!(busy >= 4, "{busy} of 40");
+}
+
+#[test]
+fn ahead_of_a_request_are_those_that_leave_before_it() {
+    let mut line = Line::new();
+    assert_eq!(line.ahead(0, "a"), 0);
+    for _ in 0..100 {
+        line.push(0, "flood", 1000);
+    }
+    line.push(0, "b", 1000);
+    line.push_for("n", -1, "b", 1000);
+    assert_eq!(line.ahead(0, "flood"), 101);
+    assert_eq!(line.ahead(0, "b"), 3, "its own and two of the flood's");
+    assert_eq!(line.ahead(0, "new"), 2);
+    assert_eq!(line.ahead(-1, "new"), 0);
+    // One of eight is of the later level.
+    assert_eq!(line.ahead(5, "new"), 7);
+    for _ in 0..3 {
+        line.push(5, "batch", 1000);
+    }
+    assert_eq!(line.ahead(5, "batch"), 3 + 4 * 7);
+    assert_eq!(line.ahead(0, "new"), 2, "not those of a later level");
+    // Two later levels have eight turns each of sixteen.
+    assert_eq!(line.ahead(6, "new"), 15);
+    assert_eq!(line.ahead(5, "batch"), 3 + 4 * 7);
+    for _ in 0..20 {
+        line.push(5, "batch", 1000);
+    }
+    assert_eq!(line.ahead(5, "batch"), 23 + 101, "all");
+}
+
+/// The estimate against the queue itself, with requests of one cost.
+#[test]
+fn a_request_leaves_when_the_estimate_says() {
+    for (flood, rare, batch) in [(0, 0, 0), (40, 3, 0), (40, 3, 2), (5, 0, 30), (7, 7, 7)] {
+        for (level, name) in [
+            (0, "flood"),
+            (0, "rare"),
+            (0, "new"),
+            (5, "batch"),
+            (5, "new"),
+        ] {
+            let mut line = Line::new();
+            for (count, level, name) in
+                [(flood, 0, "flood"), (rare, 0, "rare"), (batch, 5, "batch")]
+            {
+                (0..count).for_each(|_| drop(line.push(level, name, 1024)));
+            }
+            let estimate = line.ahead(level, name);
+            let own = line.push(level, name, 1024);
+            let left = std::iter::from_fn(|| line.next());
+            let before = left.take_while(|(spot, _)| *spot != own).count();
+            // A first level gives one of eight turns to others, and a tenant may be early in its ring.
+            let margin = 2 + before.div_ceil(LOW_TURN as usize);
+            let case = format!("{name} on {level} behind {flood}, {rare}, {batch}");
+            assert!(
+                estimate.abs_diff(before) <= margin,
+                "{case}: {estimate}, {before}"
+            );
+        }
+    }
 }

@@ -265,3 +265,38 @@ fn ten_thousand_requests_wait_and_no_more() {
     room.join("n", 0, "a").unwrap();
     assert_eq!(room.room.statuses(room.now).len(), 1);
 }
+
+/// A tenant that floods waits for its own requests, and another one does not.
+#[test]
+fn the_time_to_try_again_is_that_of_the_tenants_line() {
+    let mut room = Room::new();
+    let bounds = QueueBounds {
+        requests: 100,
+        requests_per_model: 100,
+        bytes: 1 << 20,
+    };
+    for _ in 0..62 {
+        room.join_with("m", 0, "flood", 10, &bounds).unwrap();
+    }
+    // One leaves each second.
+    for _ in 0..3 {
+        let (spot, _) = room.grant(9, 0).unwrap();
+        room.room.settle(&spot.model, GrantEnd::Admitted, room.now);
+        room.now += Duration::from_secs(1);
+    }
+    room.now -= Duration::from_secs(1);
+    let now = room.now;
+    let mut secs = |model: &str, level, tenant: &str| {
+        let line = QueueLine {
+            model: model.to_owned(),
+            level,
+            tenant: Some(tenant.parse().unwrap()),
+        };
+        room.room.retry_after(&line, now).as_secs()
+    };
+    assert_eq!(secs("m", 0, "flood"), 60);
+    assert_eq!(secs("m", 0, "new"), 2);
+    assert_eq!(secs("m", -1, "flood"), 1);
+    assert_eq!(secs("m", 1, "new"), 8);
+    assert_eq!(secs("n", 0, "flood"), 1);
+}
