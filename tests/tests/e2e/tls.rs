@@ -4,6 +4,7 @@
 mod certificates;
 mod clients;
 mod gate;
+mod kept;
 mod shim;
 
 use std::fs;
@@ -115,10 +116,9 @@ fn flag(fleet: &Fleet, url: &str, more: &str) -> String {
     format!("{url}{},id=w{more}", parts.concat())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn certificates_are_replaced_under_load_without_a_failed_request() {
-    let fleet = Fleet::start(Mode::Embedded, ENGINES, Flags::default()).await;
-    let (dir, authority) = (folder(&fleet, "tls"), Authority::new());
+/// A router whose ports have certificates, with a healthy worker.
+async fn router_with_tls(fleet: &Fleet, name: &str) -> (Router, Authority) {
+    let (dir, authority) = (folder(fleet, name), Authority::new());
     let ca = authority.write(&dir, "ca.crt");
     authority.issue_until(2040).write(&dir, "server");
     let pair = "certificate = \"server.crt\"\nkey = \"server.key\"\n";
@@ -126,9 +126,16 @@ async fn certificates_are_replaced_under_load_without_a_failed_request() {
     let settings = settings.replace("access.log", dir.join("access.log").to_str().unwrap());
     fs::write(dir.join("router.toml"), settings).unwrap();
     let engine = fleet.engine(0, "");
-    let router = Router::start(dir, Some(ca), &[flag(&fleet, &engine, "")]).await;
+    let router = Router::start(dir, Some(ca), &[flag(fleet, &engine, "")]).await;
     let is_healthy = async |_: &Fleet| router.worker().await["health"] == "healthy";
     fleet.until("the worker is healthy", is_healthy).await;
+    (router, authority)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn certificates_are_replaced_under_load_without_a_failed_request() {
+    let fleet = Fleet::start(Mode::Embedded, ENGINES, Flags::default()).await;
+    let (router, authority) = router_with_tls(&fleet, "tls").await;
 
     let stop = AtomicBool::new(false);
     let load = async || {
