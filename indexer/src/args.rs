@@ -32,9 +32,9 @@ pub struct IndexerArgs {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
-    /// File with a key of 16 to 256 characters on its first line. `/query`, `/query_by_hash`,
-    /// `/workers` and `/dump` then need it as a bearer token; without it, they are served only if
-    /// --host is a loopback address.
+    /// File with a key of 16 to 256 characters, or sha256: and the SHA-256 of one, on each line.
+    /// `/query`, `/query_by_hash`, `/workers` and `/dump` then need one of the keys as a bearer token;
+    /// without it, they are served only if --host is a loopback address.
     #[arg(long, env = "WARMROUTE_API_KEY_FILE", value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more.

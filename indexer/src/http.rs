@@ -34,7 +34,7 @@ use warmroute_process::{blocking, build};
 
 use crate::service::Handle;
 
-pub use key_file::{ApiKey, KeyFileError};
+pub use key_file::{ApiKeys, KeyFileError};
 
 /// Maximum body: a million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;

@@ -15,7 +15,7 @@ use warmroute_indexer::args::{
 };
 use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::{diagnose, refused_clients};
-use warmroute_indexer::http::{self, ApiKey};
+use warmroute_indexer::http::{self, ApiKeys};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
 use warmroute_process::access::{BindScope, PortAccess};
@@ -116,12 +116,12 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let signals = Signals::listen().context("listening for signals")?;
     tracing::info!(?config, "starting");
-    let key = ApiKey::load(config.api_key_file).context("reading --api-key-file")?;
+    let keys = ApiKeys::load(config.api_key_file).context("reading --api-key-file")?;
     let listener = listen::bind(config.listen).await?;
     let address = listener.local_addr().context("the address")?;
     let access = PortAccess::new(BindScope::of(address), {
-        let key = key.clone();
-        move || key.keys()
+        let keys = keys.clone();
+        move || keys.keys()
     });
     access.warn_if_closed("http", "--api-key-file");
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
@@ -144,7 +144,7 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
             url: reached_at(address),
         });
     let handle = service.handle();
-    tasks.spawn("api-key", key.follow(tasks.stop.clone()));
+    tasks.spawn("api-key", keys.follow(tasks.stop.clone()));
     let stop = tasks.stop.clone();
     tasks.spawn("indexer", async move {
         if let Err(error) = service.run(stop).await {

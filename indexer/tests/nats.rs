@@ -666,7 +666,7 @@ async fn dumps_that_are_not_read_hold_no_place() {
 async fn the_api_needs_its_key() {
     let server = server(ROOMY).await;
     let file = std::env::temp_dir().join(format!("warmroute-key-{}", std::process::id()));
-    std::fs::write(&file, "a-key-of-this-test\n").unwrap();
+    std::fs::write(&file, "an-older-key-of-this-test\na-key-of-this-test\n").unwrap();
     let indexer = Indexer::start_with(&server.url(), &["--api-key-file", file.to_str().unwrap()]);
     for path in ["/workers", "/dump"] {
         assert_eq!(indexer.get(path).await.0, 401, "{path}");

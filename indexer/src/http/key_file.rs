@@ -1,4 +1,4 @@
-//! The key of `--api-key-file`.
+//! The keys of `--api-key-file`. All routes that need one only read, so keys have no roles.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,8 +16,8 @@ pub enum KeyFileError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("{0} has no key of 16 to 256 characters on its first line")]
-    NoKey(PathBuf),
+    #[error("line {line} of {path} is no key of 16 to 256 characters and no sha256:HASH")]
+    NoKey { path: PathBuf, line: usize },
     #[error(transparent)]
     Id(#[from] KeyIdError),
 }
@@ -27,11 +27,14 @@ const FILE_BYTES_MAX: u64 = 64 << 10;
 /// Shorter keys can be guessed.
 const KEY_CHARS_MIN: usize = 16;
 
-/// The key in force.
-#[derive(Clone, Debug)]
-pub struct ApiKey(Option<FollowedFile<Arc<[OperatorKey]>, KeyFileError>>);
+/// Begins a line with the hash of a key.
+const HASH_PREFIX: &str = "sha256:";
 
-impl ApiKey {
+/// The keys in force.
+#[derive(Clone, Debug)]
+pub struct ApiKeys(Option<FollowedFile<Arc<[OperatorKey]>, KeyFileError>>);
+
+impl ApiKeys {
     /// Without a file, the port asks for no key.
     pub fn load(path: Option<PathBuf>) -> Result<Self, KeyFileError> {
         let file = path.map(|path| FollowedFile::load("--api-key-file", path, read));
@@ -52,7 +55,7 @@ impl ApiKey {
     }
 }
 
-/// The key on the file's first line.
+/// The keys, one a line.
 fn read(path: &Path) -> Result<Arc<[OperatorKey]>, KeyFileError> {
     let text =
         small_file::read(path, FILE_BYTES_MAX).map_err(|source| KeyFileError::Unreadable {
@@ -60,16 +63,36 @@ fn read(path: &Path) -> Result<Arc<[OperatorKey]>, KeyFileError> {
             source,
         })?;
     let text = String::from_utf8_lossy(&text);
-    let key = text.lines().next().unwrap_or_default().trim();
-    let is_long = key.chars().count() >= KEY_CHARS_MIN;
-    let hash = KeyHash::of(key.as_bytes()).filter(|_| is_long);
-    let key = StoredKey {
-        id: "api-key-file".parse()?,
-        hash: hash.ok_or_else(|| KeyFileError::NoKey(path.to_owned()))?,
-        expires_unix_s: None,
+    let no_key = |line| KeyFileError::NoKey {
+        path: path.to_owned(),
+        line,
     };
-    let role = Role::Operate;
-    Ok([OperatorKey { key, role }].into())
+    let mut keys = Vec::new();
+    for (number, line) in (1..).zip(text.lines().map(str::trim)) {
+        if line.is_empty() {
+            continue;
+        }
+        let key = StoredKey {
+            id: format!("line-{number}").parse()?,
+            hash: hash(line).ok_or_else(|| no_key(number))?,
+            expires_unix_s: None,
+        };
+        let role = Role::Read;
+        keys.push(OperatorKey { key, role });
+    }
+    // An empty list would admit no client, which a file that is not written yet does not mean.
+    if keys.is_empty() {
+        return Err(no_key(1));
+    }
+    Ok(keys.into())
+}
+
+fn hash(line: &str) -> Option<KeyHash> {
+    if let Some(hash) = line.strip_prefix(HASH_PREFIX) {
+        return hash.parse().ok();
+    }
+    let is_long = line.chars().count() >= KEY_CHARS_MIN;
+    KeyHash::of(line.as_bytes()).filter(|_| is_long)
 }
 
 #[cfg(test)]
@@ -80,24 +103,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_line_is_the_key() {
+    fn each_line_is_a_key_or_a_hash() {
         let path = std::env::temp_dir().join(format!("wr-key-{}", uuid::Uuid::new_v4()));
-        assert!(ApiKey::load(Some(path.clone())).is_err());
-        assert_eq!(ApiKey::load(None).unwrap().keys(), None);
-        for (text, key) in [
-            ("0123456789abcdef\nmore", Some("0123456789abcdef")),
-            (" 0123456789abcdef ", Some("0123456789abcdef")),
+        assert!(ApiKeys::load(Some(path.clone())).is_err());
+        assert_eq!(ApiKeys::load(None).unwrap().keys(), None);
+        let (old, new) = ("0123456789abcdef", "fedcba9876543210");
+        let hash_of = |key: &str| KeyHash::of(key.as_bytes()).unwrap();
+        let hashed = format!("{old}\nsha256:{}\n", hash_of(new).to_hex());
+        for (text, expected) in [
+            ("0123456789abcdef", Some(vec![old])),
+            (" 0123456789abcdef \n", Some(vec![old])),
+            (
+                "0123456789abcdef\n\nfedcba9876543210\r\n",
+                Some(vec![old, new]),
+            ),
+            (&hashed, Some(vec![old, new])),
+            ("0123456789abcdef\nshort", None),
+            ("0123456789abcdef\nsha256:0123456789abcdef", None),
             ("0123456789abcde", None),
+            ("\n", None),
             ("", None),
         ] {
             std::fs::write(&path, text).unwrap();
-            let keys = read(&path).ok();
-            let hash = keys.map(|keys| keys[0].key.hash);
-            assert_eq!(
-                hash,
-                key.and_then(|key| KeyHash::of(key.as_bytes())),
-                "{text:?}"
-            );
+            let hashes = |keys: Arc<[OperatorKey]>| keys.iter().map(|one| one.key.hash).collect();
+            let keys: Option<Vec<_>> = read(&path).ok().map(hashes);
+            let expected = expected.map(|keys| keys.into_iter().map(hash_of).collect());
+            assert_eq!(keys, expected, "{text:?}");
         }
         std::fs::remove_file(&path).unwrap();
         // Opening it would wait for a writer.
@@ -112,7 +143,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("wr-key-{}", uuid::Uuid::new_v4()));
         let (old, new) = ("0123456789abcdef", "fedcba9876543210");
         std::fs::write(&path, old).unwrap();
-        let key = ApiKey::load(Some(path.clone())).unwrap();
+        let key = ApiKeys::load(Some(path.clone())).unwrap();
         let stop = CancellationToken::new();
         let following = TaskTracker::new().spawn(key.clone().follow(stop.clone()));
         for (text, expected) in [("", old), (new, new), ("short", new)] {
