@@ -58,7 +58,8 @@ pub struct UnitUse {
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct TenantLevels {
     pub router: RouterId,
-    /// The others that it knows. Its claims leave room for their parts.
+    /// The others that it knows, in the first message of a report. Its claims leave room for their
+    /// parts.
     pub known: Vec<RouterId>,
     /// Messages of the same report that follow.
     pub following: u32,

@@ -67,8 +67,28 @@ struct JoinProgress {
     is_own_key_read: bool,
     /// When both were read.
     since: Option<Instant>,
+    /// By router that knows this one: messages that follow in its report of levels, of which none
+    /// was lost so far.
+    following: BTreeMap<RouterId, u32>,
     /// Routers that know this one, and whose levels are known.
     informed: BTreeSet<RouterId>,
+}
+
+impl JoinProgress {
+    /// Notes a message of levels. A report begins with the routers that its sender knows; before it
+    /// knew this one, its claims did not leave this router's part.
+    fn note_levels(&mut self, levels: &TenantLevels, own: RouterId) {
+        let (router, following) = (levels.router, levels.following);
+        let before = self.following.remove(&router);
+        let is_next = before.is_some() && before == following.checked_add(1);
+        if !is_next && !levels.known.contains(&own) {
+            return;
+        }
+        match following {
+            0 => drop(self.informed.insert(router)),
+            1.. => drop(self.following.insert(router, following)),
+        }
+    }
 }
 
 struct LastReport {
@@ -180,10 +200,7 @@ impl TenantSync {
         if peers.listed.contains(&levels.router) {
             let now = Instant::now().into_std();
             self.tenants.learn(&levels.tenants, now);
-            // Before, its claims do not leave this router's part.
-            if levels.following == 0 && levels.known.contains(&self.router) {
-                joining.informed.insert(levels.router);
-            }
+            joining.note_levels(&levels, self.router);
         }
     }
 
@@ -208,6 +225,11 @@ impl TenantSync {
         let Some(joining) = &mut peers.joining else {
             return;
         };
+        // No request waits for limits that do not exist. Those of a later reload begin with a small
+        // part.
+        if self.tenants.are_none() {
+            self.ready.limits_shared();
+        }
         if !(joining.is_listing_read && joining.is_own_key_read) {
             return;
         }
@@ -261,11 +283,13 @@ impl TenantSync {
         };
         let mut following = rows.len().div_ceil(REPORTED_TENANTS_MAX).max(1);
         let mut parts = rows.chunks(REPORTED_TENANTS_MAX);
+        let mut known: Vec<_> = peers.listed.iter().copied().collect();
         while following > 0 {
             following -= 1;
             let levels = TenantLevels {
                 router: self.router,
-                known: peers.listed.iter().copied().collect(),
+                // In the first message only, so that a reader knows whether it has that.
+                known: std::mem::take(&mut known),
                 following: following as u32,
                 tenants: parts.next().unwrap_or_default().to_vec(),
             };

@@ -145,6 +145,10 @@ impl Tenants {
         table.tenants.is_empty() || keys.any(|key| table.owner(key).is_some())
     }
 
+    pub(crate) fn are_none(&self) -> bool {
+        self.table().tenants.is_empty()
+    }
+
     /// Takes this router's part of all limits. Returns what the other routers must know.
     pub(crate) fn report(
         &self,
