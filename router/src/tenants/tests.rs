@@ -4,7 +4,11 @@ use axum::http::HeaderValue;
 use tokio::time::advance;
 
 use super::*;
+use crate::admission::Admission;
+use crate::metrics::Metrics;
 use crate::openai::TokenUsage;
+use crate::route::Knobs;
+use crate::shared_core::SharedCore;
 
 const KEY: &str = "wr-first";
 const OTHER: &str = "wr-second";
@@ -153,54 +157,96 @@ async fn tokens_are_charged_as_they_come_and_settled_by_the_report() {
     assert_eq!(remaining(&visit), 0);
 }
 
-/// The cost of a tenant's request: look-up, limits, the charges of a stream of 500 tokens and the
-/// headers; alone, and with the reports of three other routers each 1,000 requests.
-/// `cargo test --release -p warmroute-router --lib -- --ignored --nocapture cost_of`.
+const MEASURED_LIMITS: &str = "requests_per_second = 100000000\n\
+    requests_per_minute = 1000000000\nmax_concurrent_requests = 1000\n\
+    tokens_per_minute = 1000000000000";
+
+/// A kind of requests whose cost is measured.
+struct MeasuredRequests<'t> {
+    name: &'static str,
+    tenants: &'t Tenants,
+    others: &'t [RouterId],
+    /// Bytes of the body that the tenant's rules change.
+    body: &'t [u8],
+}
+
+impl MeasuredRequests<'_> {
+    /// What all routers know, as ten times a second.
+    fn exchange(&self) {
+        let routers = SharingRouters {
+            own: RouterId([0; 16]),
+            count: 1 + self.others.len(),
+            reporting: self.others.to_vec(),
+            newcomers: Newcomers::None,
+        };
+        let rows = self.tenants.report(&routers, Instant::now().into_std());
+        let others = self.others.iter();
+        others.for_each(|other| self.tenants.receive(*other, &rows));
+    }
+
+    fn serve(&self, admission: &Arc<Admission>, mut headers: HeaderMap) {
+        let mut answer = HeaderMap::new();
+        if let Some(visit) = self.tenants.enter(&mut headers).unwrap() {
+            visit.check_model("m").unwrap();
+            if !self.body.is_empty() {
+                let path = "/v1/chat/completions";
+                assert!(visit.imposed(path, self.body).unwrap().is_some());
+            }
+            visit.admit_prompt(1000).unwrap();
+            let place = admission.began(Some(visit.name()), 1000);
+            for tokens in 1..=500 {
+                visit.generated(tokens);
+            }
+            visit.settle(Settlement::Counted, 500);
+            visit.rates().write(&mut answer);
+            drop(place);
+        } else {
+            drop(admission.began(None, 1000));
+        }
+        std::hint::black_box((headers, answer));
+    }
+}
+
+/// The cost of a tenant's request: look-up, limits, its place, the charges of a stream of 500 tokens
+/// and the headers; alone, with the reports of three other routers each 1,000 requests, and with
+/// changes of a body of 1 and of 32 KiB.
+/// `cargo test --release -p warmroute-router --lib -- --ignored --nocapture cost_of_a_tenants`.
 #[tokio::test]
 #[ignore = "a measurement"]
 #[expect(clippy::disallowed_methods, reason = "a measurement")]
 async fn cost_of_a_tenants_request() {
-    let (tenants, _) = tenants(
-        "requests_per_second = 100000000\nrequests_per_minute = 1000000000\n\
-         max_concurrent_requests = 1000\ntokens_per_minute = 1000000000000",
-    );
     const ROUNDS: u32 = 100_000;
-    let template = bearer_of(KEY);
-    let others: Vec<_> = (1..4).map(|number| RouterId([number; 16])).collect();
-    let routers = |others: &[RouterId]| SharingRouters {
-        own: RouterId([0; 16]),
-        count: 1 + others.len(),
-        reporting: others.to_vec(),
-        newcomers: Newcomers::None,
-    };
     let open = Tenants::new(LiveSettings::new(Settings::default()), LimitSharing::Alone);
-    for (name, chosen, others) in [
-        ("without tenants", &open, &[][..]),
-        ("with tenants", &tenants, &[]),
-        ("with limits of four routers", &tenants, &others),
+    let (limited, _) = tenants(MEASURED_LIMITS);
+    let rules =
+        format!("{MEASURED_LIMITS}\nmax_output_tokens = 600\npriority = 1\nsalt = \"tenant\"");
+    let (changing, _) = tenants(&rules);
+    let others: Vec<_> = (1..4).map(|number| RouterId([number; 16])).collect();
+    let body = |bytes| format!(r#"{{"model":"m","messages":"{}"}}"#, "x".repeat(bytes));
+    let (small, large) = (body(1 << 10), body(32 << 10));
+    let kind = |name, tenants, others, body| MeasuredRequests {
+        name,
+        tenants,
+        others,
+        body,
+    };
+    let core = SharedCore::new(crate::testing::core(RouterId([0; 16]), Knobs::default()));
+    let admission = Admission::new(core, 1 << 30, &Metrics::new().unwrap());
+    let template = bearer_of(KEY);
+    for kind in [
+        kind("without tenants", &open, &[], &[]),
+        kind("with tenants", &limited, &[], &[]),
+        kind("with limits of four routers", &limited, &others, &[]),
+        kind("with changes of 1 KiB", &changing, &[], small.as_bytes()),
+        kind("with changes of 32 KiB", &changing, &[], large.as_bytes()),
     ] {
         let began = std::time::Instant::now();
         for round in 0..ROUNDS {
             if round % 1000 == 0 {
-                let rows = chosen.report(&routers(others), std::time::Instant::now());
-                others
-                    .iter()
-                    .for_each(|other| chosen.receive(*other, &rows));
+                kind.exchange();
             }
-            let mut headers = template.clone();
-            let visit = chosen.enter(&mut headers).unwrap();
-            let mut answer = HeaderMap::new();
-            if let Some(visit) = visit {
-                visit.check_model("m").unwrap();
-                visit.admit_prompt(1000).unwrap();
-                for tokens in 1..=500 {
-                    visit.generated(tokens);
-                }
-                visit.settle(Settlement::Counted, 500);
-                visit.rates().write(&mut answer);
-            }
-            std::hint::black_box(answer);
+            kind.serve(&admission, template.clone());
         }
-        println!("{name}: {:?} a request", began.elapsed() / ROUNDS);
+        println!("{}: {:?} a request", kind.name, began.elapsed() / ROUNDS);
     }
 }
