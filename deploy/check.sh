@@ -100,6 +100,22 @@ else
   passed kubernetes
 fi
 
+if ! command -v "${kustomize[0]}" >/dev/null 2>&1; then
+  skipped helm "kubectl 1.21 or kustomize 4"
+elif ! "$python" -c 'import helm_python, kubernetes_validate, yaml' 2>/dev/null; then
+  skipped helm "helm-python-sdk or kubernetes-validate in .venv"
+else
+  values=$(mktemp)
+  trap 'rm -f "$values"' EXIT
+  sed -n '/^cat >fleet.yaml/,/^END$/p' ../docs/GETTING_STARTED.md | sed '1d;$d' >"$values"
+  grep -q . "$values"
+  # The library logs that it follows a link.
+  "$python" helm/check.py "$values" "${kustomize[@]}" 2> >(grep -v ' INFO found symbolic link ' >&2)
+  rm -f "$values"
+  trap - EXIT
+  passed helm
+fi
+
 if command -v systemd-analyze >/dev/null 2>&1; then
   units=$(mktemp -d)
   trap 'rm -rf "$units"' EXIT
