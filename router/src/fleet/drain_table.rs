@@ -5,7 +5,8 @@
 //!
 //! Names of workers may never return, so entries are collected. Invariant: an entry is deleted only if
 //! its absence means the same, which is that the worker serves, and only [`KEPT`] after it was
-//! written, when each router has read it. A drain until undone is never deleted.
+//! written, when each router has read it. A drain until undone is never deleted. Turns begin again
+//! after a deletion: the later drain of a name wins over an entry that was old enough to be deleted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,6 +17,10 @@ use warmroute_proto::registry::{DrainContext, DrainEntry, DrainState, DrainUntil
 /// Age of an entry that may be collected. A router that was cut off for longer may restore a drain
 /// that was undone.
 const KEPT: Duration = Duration::from_secs(7 * 86_400);
+
+/// Time between an entry and a lower turn that is the later one. Between two turns of a worker, routers'
+/// clocks differ by less.
+const RENAMED: Duration = Duration::from_secs(KEPT.as_secs() / 2);
 
 /// The last drain entry of each worker, some hundred bytes each.
 #[derive(Debug, Default)]
@@ -38,6 +43,14 @@ pub(crate) struct DrainWrite {
     pub entry: DrainEntry,
     /// The registry revision that is replaced; `None`: the key is absent.
     pub replaces: Option<u64>,
+}
+
+impl DrainRecord {
+    /// This router was cut off while the entry was deleted and the worker drained again.
+    const fn was_collected(&self, later: &DrainEntry) -> bool {
+        let apart = later.set_unix_s.saturating_sub(self.entry.set_unix_s);
+        matches!(self.entry.drain, DrainState::Serving) && apart >= RENAMED.as_secs()
+    }
 }
 
 impl DrainTable {
@@ -101,7 +114,7 @@ impl DrainTable {
         let stored = Some(revision);
         match self.records.get_mut(&entry.worker) {
             // A late event or an older copy. If it is late, the write that replaces it fails.
-            Some(known) if entry.turn < known.entry.turn => {
+            Some(known) if entry.turn < known.entry.turn && !known.was_collected(&entry) => {
                 known.stored = stored;
                 known.is_missing = true;
             }
@@ -261,6 +274,33 @@ mod tests {
             .map(|write| write.entry.worker.as_str())
             .collect();
         assert_eq!(restored, ["here", "kept"]);
+    }
+
+    /// Without this, a router that was cut off for some minutes undoes the drain of an operator.
+    #[test]
+    fn a_drain_after_a_deletion_stands_against_routers_that_missed_the_deletion() {
+        let worker = WorkerId::from("w");
+        let entry = |drain, turn, set_unix_s| DrainEntry {
+            worker: worker.clone(),
+            drain,
+            turn,
+            set_unix_s,
+        };
+        let week = KEPT.as_secs();
+        for (drain, set, state, missing) in [
+            (DrainState::Serving, week + 100, DrainState::Draining, 0),
+            // An older copy, or a late event of a router whose clock is a day ahead.
+            (DrainState::Serving, 99, DrainState::Serving, 1),
+            (DrainState::Serving, 100 + 86_400, DrainState::Serving, 1),
+            // A drain until undone is never deleted: this is a copy that was written again.
+            (DrainState::Draining, week + 100, DrainState::Draining, 1),
+        ] {
+            let mut table = DrainTable::default();
+            table.stored(entry(drain, 5, 100), 10);
+            table.stored(entry(DrainState::Draining, 0, set), 20);
+            assert_eq!(table.drain(&worker), state, "set at {set}");
+            assert_eq!(table.missing().len(), missing, "set at {set}");
+        }
     }
 
     #[test]
