@@ -6,9 +6,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
+use reqwest::{Client, Url};
 use serde::Deserialize;
 use warmroute_plane::unix_ns_of_rfc3339;
+use warmroute_process::nats::redacted;
 use warmroute_process::tls::EngineTls;
 
 use super::{Code, Findings, PlaneState, StatusLine};
@@ -21,7 +23,10 @@ const RECENT_NS: u64 = 60_000_000_000;
 /// The last closed connections of a server, the newest first: several hundred processes' of a minute.
 const CLOSED: &str = "/connz?state=closed&auth=1&sort=stop&limit=4096";
 
-/// Most clients that are shown.
+/// Most bytes of an answer: its clients name themselves, in some thousand bytes each.
+const ANSWER_MAX: usize = 64 << 20;
+
+/// Most clients that are shown, and characters of each text.
 const SHOWN_MAX: usize = 64;
 
 /// A client whose connections a server closed for its credentials.
@@ -61,15 +66,37 @@ struct ClosedConnection {
 pub async fn refused_clients(urls: &str) -> anyhow::Result<Vec<RefusedClient>> {
     let http = EngineTls::system()?.client().timeout(DEADLINE).build()?;
     let mut refused = Vec::new();
-    for url in urls.split(',').map(|url| url.trim().trim_end_matches('/')) {
-        let answer = http.get(format!("{url}{CLOSED}")).send().await;
-        let answer = answer.and_then(reqwest::Response::error_for_status);
-        let answer = answer.with_context(|| format!("{url} does not answer"))?;
-        let body = answer.bytes().await?;
-        let found = refused_in(&body).with_context(|| format!("{url} is no monitoring port"))?;
-        refused.extend(found);
+    for url in urls.split(',').map(str::trim) {
+        let found = refused_at(&http, url).await;
+        refused.extend(found.with_context(|| redacted(url))?);
     }
     Ok(refused)
+}
+
+async fn refused_at(http: &Client, url: &str) -> anyhow::Result<Vec<RefusedClient>> {
+    let port = Url::parse(url).ok();
+    let is_http = port.is_some_and(|url| matches!(url.scheme(), "http" | "https"));
+    ensure!(is_http, "it is no http:// or https:// URL");
+    let asked = format!("{}{CLOSED}", url.trim_end_matches('/'));
+    let body = answer(http, asked).await?;
+    refused_in(&body).context("it is no monitoring port")
+}
+
+async fn answer(http: &Client, asked: String) -> anyhow::Result<Vec<u8>> {
+    // Errors of the client would show the URL with its credentials.
+    let bare = reqwest::Error::without_url;
+    let answer = http.get(asked).send().await.map_err(bare);
+    let mut answer = answer?.error_for_status().map_err(bare)?;
+    let mut body = Vec::new();
+    while let Some(part) = answer.chunk().await.map_err(bare)? {
+        let bytes = body.len() + part.len();
+        ensure!(
+            bytes <= ANSWER_MAX,
+            "the answer has over {ANSWER_MAX} bytes"
+        );
+        body.extend_from_slice(&part);
+    }
+    Ok(body)
 }
 
 /// The refused clients of one answer.
@@ -106,23 +133,90 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     };
     for one in refused.iter().take(SHOWN_MAX) {
         let user = match &one.user {
-            Some(user) if *user != one.name => format!(", user {user}"),
+            Some(user) if *user != one.name => format!(", user {}", shown(user)),
             Some(_) | None => String::new(),
         };
+        let [name, ip, reason] = [&one.name, &one.ip, &one.reason].map(|text| shown(text));
         let about = format!(
-            "{} at {}{user}: {}, {} times within a minute",
-            one.name, one.ip, one.reason, one.times
+            "{name} at {ip}{user}: {reason}, {} times within a minute",
+            one.times
         );
         findings.add(Code::CredentialsRefused, about);
     }
     rest.push(("refused", format!("{} clients of NATS", refused.len())));
 }
 
+/// A text of a client that the server does not know: its beginning, without control characters.
+fn shown(text: &str) -> String {
+    let beginning = text.chars().take(SHOWN_MAX);
+    beginning.flat_map(char::escape_debug).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
 
     use super::*;
+
+    #[tokio::test]
+    async fn urls_that_cannot_be_asked_are_named_without_their_passwords() {
+        for (url, why) in [
+            ("http://me:secret@127.0.0.1:9", "error"),
+            (
+                "nats://me:secret@127.0.0.1:4222",
+                "no http:// or https:// URL",
+            ),
+            ("http://me:secret@", "no http:// or https:// URL"),
+        ] {
+            let error = format!("{:#}", refused_clients(url).await.unwrap_err());
+            assert!(error.contains(why), "{error}");
+            assert!(
+                error.contains("http://…@") || error.contains("nats://…@"),
+                "{error}"
+            );
+            assert!(!error.contains("secret"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_without_end_is_refused() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let endless = async {
+            let (mut client, _) = listener.accept().await.unwrap();
+            client.read(&mut [0; 1 << 12]).await.unwrap();
+            client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+            while client.write_all(&[b' '; 1 << 16]).await.is_ok() {}
+        };
+        let (asked, ()) = tokio::join!(refused_clients(&url), endless);
+        let error = format!("{:#}", asked.unwrap_err());
+        assert!(error.contains("the answer has over"), "{error}");
+    }
+
+    /// A client that the server refuses chooses its name.
+    #[test]
+    fn names_of_clients_are_shown_without_control_characters() {
+        let name = format!("\u{1b}[2J\n{}", "x".repeat(4000));
+        let refused = RefusedClient {
+            name: name.clone(),
+            ip: "10.0.0.7".to_owned(),
+            user: Some(format!("{name}y")),
+            reason: "Authentication Failure".to_owned(),
+            times: 1,
+        };
+        let state = PlaneState {
+            refused: Some(vec![refused]),
+            ..PlaneState::default()
+        };
+        let mut findings = Findings::default();
+        judge(&state, &mut findings, &mut Vec::new());
+        let found = findings.worst_first();
+        let about = &found[0].about[0];
+        assert!(!about.contains(char::is_control), "{about:?}");
+        assert!(about.len() < 300, "{about}");
+    }
 
     #[test]
     fn only_recent_refusals_count() {

@@ -249,7 +249,8 @@ fn user_or_token(text: &str) -> NatsAuth {
 }
 
 /// URLs with credentials redacted.
-pub(crate) fn redacted(urls: &str) -> String {
+#[must_use]
+pub fn redacted(urls: &str) -> String {
     let bare = |url: &str| match url.rsplit_once('@') {
         Some((before, host)) => {
             let scheme = before.split_once("://").map_or("", |(scheme, _)| scheme);
