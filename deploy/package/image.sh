@@ -26,6 +26,7 @@ buildah "${storage[@]}" push --quiet "$image" "oci-archive:$archive:$image"
 gzip -n "$archive"
 
 # Tried from the archive, in a root directory that is mounted read-only.
+began=$SECONDS
 gunzip -c "$archive.gz" >"$work/tried.tar"
 container=$(buildah "${storage[@]}" from --quiet "oci-archive:$work/tried.tar")
 [ "$(buildah "${storage[@]}" inspect --format '{{.OCIv1.Config.User}}' "$container")" = 10001:10001 ]
@@ -36,4 +37,7 @@ mounted=$(buildah "${storage[@]}" mount "$container")
 [ ! -e "$mounted/usr/local/bin/warmroute-mock-engine" ] || fail "the image has the mock engine"
 writable=$(find "$mounted" -xdev ! -type l ! -path '*/tmp' \( -user 10001 -o -perm -o=w \) -printf '/%P\n')
 [ "$writable" = /var/lib/warmroute ] || fail "writable in the image: $writable"
+loaded=$((SECONDS - began))
+began=$SECONDS
 unshare --mount deploy/package/try_image.sh "$mounted"
+echo "image path: $loaded s to unpack and check, $((SECONDS - began)) s to an answer of its router"
