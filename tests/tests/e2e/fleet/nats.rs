@@ -311,6 +311,28 @@ impl Fleet {
             .push(shim);
     }
 
+    /// Runs a shim of no engine, which is no part of the fleet, to its end. Returns its exit code and
+    /// log.
+    pub(crate) async fn stray_shim(&self, user: &str) -> (Option<i32>, String) {
+        let mut arguments = self.parts().plane_flags(user);
+        arguments.extend(strings(&["--host", "127.0.0.1", "--port", "0"]));
+        arguments.extend(strings(&["--worker-id", "stray"]));
+        let engine = "http://127.0.0.1:9";
+        arguments.extend(strings(&[
+            "--worker-url",
+            engine,
+            "--advertise-url",
+            engine,
+        ]));
+        arguments.extend(strings(&["--kv-endpoint", "tcp://127.0.0.1:9"]));
+        let binary = self.flags.version.shim().path;
+        let run = move || Command::new(binary).args(&arguments).output();
+        let ended = tokio::task::spawn_blocking(run).await.expect("it ended");
+        let ended = ended.expect("the shim starts");
+        let log = String::from_utf8(ended.stderr).expect("text");
+        (ended.status.code(), log)
+    }
+
     pub(crate) async fn add_indexer(&mut self) {
         let port = free_port().to_string();
         let mut arguments = self.parts().plane_flags("indexer");

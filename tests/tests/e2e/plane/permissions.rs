@@ -116,15 +116,15 @@ async fn a_shim_whose_records_are_refused_is_not_credited() {
     assert!(forced_reconnects(&fleet, &base).await < 1.0);
 }
 
-/// No router and no registry ever knew it: only its server does.
+/// No router and no registry ever knew it: only its server and its own log do.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refused_process_that_the_plane_never_knew_is_found_at_the_servers_monitoring_port() {
+async fn a_refused_shim_that_the_plane_never_knew_is_found_at_the_servers_monitoring_port() {
     let fleet = start().await;
     let unknown = "shim-worker-9";
-    let (code, _) = fleet
-        .command(unknown, &["doctor", "--wait-secs", "1"])
-        .await;
-    assert_eq!(code, Some(2), "the server refuses it");
+    // Its supervisor would start it again.
+    let (code, log) = fleet.stray_shim(unknown).await;
+    assert_eq!(code, Some(1), "{log}");
+    assert!(log.contains("authorization"), "{log}");
     let (_, found) = look(&fleet).await;
     assert!(!format!("{found:?}").contains(unknown), "{found:#?}");
     let (code, page) = fleet
