@@ -311,3 +311,32 @@ fn a_fleet_that_shrank_takes_as_much_memory_as_one_that_never_grew() {
     let [old, new] = [&shrunk, &never].map(|world| world.fold.tree().bytes());
     assert!(old * 20 <= new * 21, "{old} bytes of blocks, and {new}");
 }
+
+/// 40 workers leave and return each 10 s.
+#[test]
+fn a_fleet_that_flaps_keeps_its_blocks_and_moves_none() {
+    let mut world = World::with_memory(None);
+    world.fold.watch_begins();
+    world.fold.watch_is_current(world.now);
+    let names: Vec<_> = (0..40).map(|worker| format!("w{worker}")).collect();
+    for (worker, name) in (0..).zip(&names) {
+        world.register(name);
+        world.publish(&format!("{name}/0"), own(worker, 0, 200));
+    }
+    while world.fold.reclaim(64) {}
+    let before = [world.fold.tree().nodes(), world.fold.tree().bytes()];
+    for _ in 0..12 {
+        for name in &names {
+            world.deregister(name);
+        }
+        world.wait(5 * SECOND);
+        assert!(!world.fold.reclaim(1), "nothing to free or to move");
+        for name in &names {
+            world.register(name);
+        }
+        world.wait(5 * SECOND);
+        assert!(!world.fold.reclaim(1), "nothing to free or to move");
+    }
+    let after = [world.fold.tree().nodes(), world.fold.tree().bytes()];
+    assert_eq!(before, after);
+}
