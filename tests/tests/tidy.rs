@@ -27,10 +27,11 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 15] = [
+const PURE_MODULES: [&str; 16] = [
     "router/src/admission/displacement.rs",
     "router/src/admission/fair_queue.rs",
     "router/src/admission/free_places.rs",
+    "router/src/admission/in_flight.rs",
     "router/src/admission/leave_rate.rs",
     "router/src/admission/waiting_room.rs",
     "router/src/fleet/breaker.rs",

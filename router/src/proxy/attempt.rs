@@ -44,7 +44,7 @@ pub(super) enum AttemptError {
     Http(#[from] reqwest::Error),
     #[error("no output within {0:?}")]
     Silent(Duration),
-    /// Of a request without the model, which the client may have made large.
+    /// The engine needs no model for the request, which the client may have made large.
     #[error("no answer without the model within {0:?}")]
     BriefSilent(Duration),
 }
