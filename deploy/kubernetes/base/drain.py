@@ -1,8 +1,8 @@
 """preStop hook of a worker: drains it at a router and waits until its requests have ended.
 
-The drain ends with this life of the worker. Without an answer of any router the hook ends after
-DRAIN_SECONDS like one whose requests do not end: the engine then gets SIGTERM. It fails earlier if
-the routers refuse its key: an undrained worker goes on getting requests.
+The drain ends with this life of the worker. After DRAIN_SECONDS the hook ends, and the engine gets
+SIGTERM. It fails if no router has drained the worker by then, and earlier if the routers refuse its
+key or do not know the worker: an undrained worker goes on getting requests.
 """
 
 import json
@@ -14,7 +14,7 @@ import urllib.request
 
 # A router that gets the drain late may send a request for about a second.
 QUIET_SECONDS = 2
-# A router applies a change of its keys within two seconds.
+# A router applies a change of its keys within two seconds, and knows a new worker within one.
 REFUSED_SECONDS = 5
 DEADLINE = time.monotonic() + float(os.environ.get("DRAIN_SECONDS", "120"))
 KEY_FILE = os.environ.get("WARMROUTE_ADMIN_KEY_FILE")
@@ -36,7 +36,7 @@ def call(method, url):
 
 
 def is_refusal(error):
-    return isinstance(error, urllib.error.HTTPError) and error.code in (401, 403)
+    return isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404)
 
 
 def main():
@@ -56,13 +56,15 @@ def main():
         if drained is None and is_refusal(failure):
             refused_since = refused_since or now
             if now - refused_since >= REFUSED_SECONDS:
-                sys.exit(f"not drained: {failure}; WARMROUTE_ADMIN_KEY_FILE is {KEY_FILE}")
+                sys.exit(f"not drained: {failure} from {WORKER}, with the key of {KEY_FILE}")
         else:
             refused_since = None
         quiet_since = (quiet_since or now) if is_idle else None
         if quiet_since and now - quiet_since >= QUIET_SECONDS:
             return
         time.sleep(0.5)
+    if drained is None:
+        sys.exit("not drained: no router has answered")
 
 
 main()
