@@ -69,7 +69,7 @@ fn read(path: &Path) -> Result<Arc<[OperatorKey]>, KeyFileError> {
     };
     let mut keys = Vec::new();
     for (number, line) in (1..).zip(text.lines().map(str::trim)) {
-        if line.is_empty() {
+        if line.is_empty() || line.starts_with('#') {
             continue;
         }
         let key = StoredKey {
@@ -91,8 +91,8 @@ fn hash(line: &str) -> Option<KeyHash> {
     if let Some(hash) = line.strip_prefix(HASH_PREFIX) {
         return hash.parse().ok();
     }
-    let is_long = line.chars().count() >= KEY_CHARS_MIN;
-    KeyHash::of(line.as_bytes()).filter(|_| is_long)
+    let is_key = line.len() >= KEY_CHARS_MIN && line.bytes().all(|byte| byte.is_ascii_graphic());
+    KeyHash::of(line.as_bytes()).filter(|_| is_key)
 }
 
 #[cfg(test)]
@@ -118,6 +118,11 @@ mod tests {
                 Some(vec![old, new]),
             ),
             (&hashed, Some(vec![old, new])),
+            (
+                "# scraper of the metrics\n0123456789abcdef",
+                Some(vec![old]),
+            ),
+            ("0123456789abcdef\nscraper of the metrics", None),
             ("0123456789abcdef\nshort", None),
             ("0123456789abcdef\nsha256:0123456789abcdef", None),
             ("0123456789abcde", None),

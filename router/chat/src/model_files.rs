@@ -113,6 +113,15 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
             if !form.has_templates() {
                 templates = TemplateSources::None;
             }
+            let added = path.join("added_tokens.json");
+            // Tokens that only this file lists are in no part that is converted.
+            if added.exists()
+                && !configurations
+                    .tokenizer
+                    .contains_key("added_tokens_decoder")
+            {
+                return Err(ModelFileError::OtherForm { path: added });
+            }
             let content = bounded(&file, form.bytes_max())?;
             let converted = form.convert(&content, &mut configurations);
             converted.map_err(|source| ModelFileError::Conversion { path: file, source })?

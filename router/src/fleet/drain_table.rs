@@ -29,6 +29,15 @@ pub(crate) struct DrainTable {
     contexts: BTreeMap<WorkerId, DrainContext>,
 }
 
+/// An entry that has no effect any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct OutdatedDrain {
+    pub worker: WorkerId,
+    /// The entry's in the registry.
+    pub revision: u64,
+    pub turn: u64,
+}
+
 #[derive(Debug)]
 struct DrainRecord {
     entry: DrainEntry,
@@ -154,11 +163,15 @@ impl DrainTable {
         }
     }
 
-    /// Entries to delete, with their registry revisions: of workers that have served for long.
-    pub(crate) fn outdated(&self, now_unix_s: u64) -> Vec<(WorkerId, u64)> {
+    /// Entries to delete: of workers that have served for long.
+    pub(crate) fn outdated(&self, now_unix_s: u64) -> Vec<OutdatedDrain> {
         let old = self.old(now_unix_s).filter_map(|(worker, record)| {
             let serves = record.entry.drain == DrainState::Serving;
-            Some((worker.clone(), record.stored.filter(|_| serves)?))
+            Some(OutdatedDrain {
+                worker: worker.clone(),
+                revision: record.stored.filter(|_| serves)?,
+                turn: record.entry.turn,
+            })
         });
         old.collect()
     }
@@ -259,11 +272,16 @@ mod tests {
         assert_eq!(entry.drain, DrainState::Serving);
         store(&mut table, ends[0].clone(), 3);
 
+        let outdated = |name, revision, turn| OutdatedDrain {
+            worker: worker(name),
+            revision,
+            turn,
+        };
         assert_eq!(table.outdated(199 + week), []);
-        assert_eq!(table.outdated(200 + week), [(worker("back"), 2)]);
+        assert_eq!(table.outdated(200 + week), [outdated("back", 2, 1)]);
         // The ended drain is kept for as long again.
         let later = table.outdated(100 + 2 * week);
-        assert_eq!(later, [(worker("back"), 2), (worker("gone"), 3)]);
+        assert_eq!(later, [outdated("back", 2, 1), outdated("gone", 3, 1)]);
 
         // Routers forget what was collected, and restore a drain that was lost.
         table.listed(&BTreeSet::new());

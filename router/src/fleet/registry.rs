@@ -300,14 +300,19 @@ impl FleetRegistry {
                 Err(error) => return Err(error),
             }
         }
-        for (worker, revision) in outdated {
+        for drain in outdated {
             // First, so that no later drain of the first turn meets it.
-            let context = self.subjects.drain_context_key(&worker);
+            let context = self.subjects.drain_context_key(&drain.worker);
             if let Some(found) = self.plane.get(context.clone()).await? {
+                let of = codec::decode::<DrainContext>(&found.value);
+                // That of a later turn belongs to a drain whose entry is about to be written.
+                if of.is_ok_and(|of| of.turn > drain.turn) {
+                    continue;
+                }
                 self.delete(context, found.revision).await?;
             }
-            self.delete(self.subjects.drain_key(&worker), Revision(revision))
-                .await?;
+            let key = self.subjects.drain_key(&drain.worker);
+            self.delete(key, Revision(drain.revision)).await?;
         }
         Ok(())
     }

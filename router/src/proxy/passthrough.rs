@@ -30,6 +30,7 @@ use crate::openai::{self, OpenAiError, UnreadableForm};
 use crate::route::Prompt;
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::spans::TraceStep;
+use crate::tenants::is_form_route;
 
 /// Longest wait for the head of an answer that takes an engine some milliseconds. Above the pauses of
 /// an engine whose process loads an adapter or collects garbage.
@@ -68,7 +69,7 @@ pub(super) async fn forward(
     let RoutedFields {
         model: named,
         previous,
-    } = RoutedFields::read(&parts.headers, body).await?;
+    } = RoutedFields::read(parts, body).await?;
     let owner = app.previous_worker(call, &parts.headers, previous).await?;
     let target = owner.map_or(target, Target::Only);
     let model = loop {
@@ -178,12 +179,20 @@ fn served_model(
     })
 }
 
-/// Empty if the client sent none.
+/// Whether a content type is JSON's, whatever its parameters are.
+fn is_json_type(kind: &[u8]) -> bool {
+    let end = kind.iter().position(|byte| *byte == b';');
+    let kind = kind[..end.unwrap_or(kind.len())].trim_ascii();
+    kind.eq_ignore_ascii_case(b"application/json")
+}
+
+/// Empty if the client sent none. One that not all parsers read alike is refused.
 fn content_type(headers: &HeaderMap) -> Result<Vec<u8>, ProxyError> {
     let mut kinds = headers.get_all(header::CONTENT_TYPE).iter();
     let kind = kinds.next().map(|kind| kind.as_bytes().to_vec());
-    if kinds.next().is_some() {
-        return Err(OpenAiError::unreadable_form(UnreadableForm::REPEATED_TYPE).into());
+    let is_odd = kind.as_ref().is_some_and(|kind| !kind.is_ascii());
+    if is_odd || kinds.next().is_some() {
+        return Err(OpenAiError::unreadable_form(UnreadableForm::ODD_TYPE).into());
     }
     Ok(kind.unwrap_or_default())
 }
@@ -199,8 +208,12 @@ struct RoutedFields {
 
 impl RoutedFields {
     /// Reads a large body on another thread.
-    async fn read(headers: &HeaderMap, body: &Bytes) -> Result<Self, ProxyError> {
-        let kind = content_type(headers)?;
+    async fn read(parts: &Parts, body: &Bytes) -> Result<Self, ProxyError> {
+        let kind = content_type(&parts.headers)?;
+        if !body.is_empty() && is_form_route(parts.uri.path()) && !is_json_type(&kind) {
+            // Engines read other kinds of forms here.
+            openai::require_form(&kind).map_err(OpenAiError::unreadable_form)?;
+        }
         if body.len() <= INLINE_BYTES_MAX {
             return Self::of(&kind, body);
         }

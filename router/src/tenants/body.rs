@@ -32,13 +32,18 @@ const CACHELESS_ROUTES: [&str; 6] = [
     "/v1/images/generations",
 ];
 
+/// Whether engines read a form on this route.
+pub(crate) fn is_form_route(path: &str) -> bool {
+    FORM_ROUTES.contains(&path)
+}
+
 impl TenantVisit {
     /// Whether a body on this route, which has no further reader, must be checked. The readers of
     /// `/v1/chat/completions` and `/v1/completions` check it too.
     pub(crate) fn changes_body(&self, method: &Method, path: &str) -> bool {
         let has_rules = self.adds_members() || self.caches != SeparateCaches::None;
         let is_read_elsewhere = ["/v1/chat/completions", "/v1/completions"].contains(&path);
-        *method == Method::POST && !FORM_ROUTES.contains(&path) && (has_rules || !is_read_elsewhere)
+        *method == Method::POST && !is_form_route(path) && (has_rules || !is_read_elsewhere)
     }
 
     /// Whether a body may get further members, for which it is copied.

@@ -24,7 +24,7 @@ const VALUE_BYTES_MAX: usize = 1_024;
 pub struct UnreadableForm(&'static str);
 
 impl UnreadableForm {
-    pub const REPEATED_TYPE: Self = Self("its content type is repeated");
+    pub const ODD_TYPE: Self = Self("its content type is repeated or not ASCII");
 }
 
 /// Whether a content type is that of a form, readable or not.
@@ -35,37 +35,59 @@ pub fn is_form(content_type: &[u8]) -> bool {
     kind.is_some_and(|kind| kind.eq_ignore_ascii_case(b"multipart/"))
 }
 
+/// Refuses a content type that is not that of a readable form.
+pub fn require_form(content_type: &[u8]) -> Result<(), UnreadableForm> {
+    boundary(content_type).map(|_| ())
+}
+
 /// The value of a form's field. `None`: it has none.
 pub fn form_field<'b>(
     content_type: &[u8],
     body: &'b [u8],
     name: &str,
 ) -> Result<Option<&'b str>, UnreadableForm> {
-    let delimiter = [b"\r\n--", boundary(content_type)?].concat();
+    let delimiter = [b"--", boundary(content_type)?].concat();
     let finder = memmem::Finder::new(&delimiter);
     let mut rest = body;
     while let Some(after) = rest.strip_prefix(b"\r\n") {
         rest = after;
     }
-    let start = rest.strip_prefix(&delimiter[2..]);
+    let start = rest.strip_prefix(delimiter.as_slice());
     rest = start.ok_or(UnreadableForm("it does not begin with its boundary"))?;
     let mut found = None;
     for _ in 0..=PARTS_MAX {
-        if rest.starts_with(b"--") {
-            return Ok(found);
+        if let Some(epilogue) = rest.strip_prefix(b"--") {
+            let is_blank = epilogue.iter().all(|byte| b"\r\n \t".contains(byte));
+            return is_blank
+                .then_some(found)
+                .ok_or(UnreadableForm("its last boundary is followed by more"));
         }
         let (head, content) = part_head(rest)?;
-        let end = finder.find(content);
-        let end = end.ok_or(UnreadableForm("its last boundary is missing"))?;
+        let end = content_end(&finder, content)?;
         if names_field(head, name)? {
             let value = field_value(&content[..end])?;
             if found.replace(value).is_some() {
                 return Err(UnreadableForm("it repeats a field"));
             }
         }
-        rest = &content[end + delimiter.len()..];
+        rest = &content[end + 2 + delimiter.len()..];
     }
     Err(UnreadableForm("it has too many parts"))
+}
+
+/// Where a part's content ends, before the line end that belongs to the next boundary.
+fn content_end(finder: &memmem::Finder<'_>, content: &[u8]) -> Result<usize, UnreadableForm> {
+    for at in finder.find_iter(content) {
+        let before = &content[..at];
+        if before.ends_with(b"\r\n") {
+            return Ok(at - 2);
+        }
+        // A boundary for parsers that take other line ends.
+        if before.is_empty() || before.ends_with(b"\n") || before.ends_with(b"\r") {
+            return Err(UnreadableForm("a part has a boundary in it"));
+        }
+    }
+    Err(UnreadableForm("its last boundary is missing"))
 }
 
 fn field_value(value: &[u8]) -> Result<&str, UnreadableForm> {
@@ -79,12 +101,10 @@ fn field_value(value: &[u8]) -> Result<&str, UnreadableForm> {
 fn boundary(content_type: &[u8]) -> Result<&[u8], UnreadableForm> {
     let unreadable = UnreadableForm("its content type cannot be read");
     let header = Header::parse(content_type).ok_or(unreadable)?;
-    let charset = header.parameter("charset");
-    let is_utf8 = charset.is_none_or(|charset| charset.eq_ignore_ascii_case(b"utf-8"));
     match header.parameter("boundary") {
         Some(boundary)
             if header.is("multipart/form-data")
-                && is_utf8
+                && header.is_utf8()
                 && boundary.is_ascii()
                 && (1..=BOUNDARY_BYTES_MAX).contains(&boundary.len()) =>
         {
@@ -106,19 +126,30 @@ fn part_head(part: &[u8]) -> Result<(&[u8], &[u8]), UnreadableForm> {
 
 /// Whether a part is this field.
 fn names_field(head: &[u8], name: &str) -> Result<bool, UnreadableForm> {
-    let mut named = None;
+    let (mut named, mut has_charset) = (None, false);
     for line in lines(head) {
         let unreadable = UnreadableForm("a part's headers cannot be read");
         let colon = memchr::memchr(b':', line).ok_or(unreadable)?;
         let (key, value) = (&line[..colon], &line[colon + 1..]);
-        if !key.iter().all(|byte| is_token(*byte)) || memchr::memchr2(b'\r', b'\n', line).is_some()
-        {
+        let is_name = !key.starts_with(b"-") && key.iter().all(|byte| is_token(*byte));
+        if !is_name || memchr::memchr2(b'\r', b'\n', line).is_some() {
             return Err(unreadable);
         }
-        if key.eq_ignore_ascii_case(b"content-transfer-encoding") {
-            return Err(UnreadableForm("a part is encoded"));
+        let is = |name: &str| key.eq_ignore_ascii_case(name.as_bytes());
+        if is("content-transfer-encoding") {
+            let plain = ["7bit", "8bit", "binary"];
+            let value = value.trim_ascii();
+            if !plain
+                .iter()
+                .any(|plain| value.eq_ignore_ascii_case(plain.as_bytes()))
+            {
+                return Err(UnreadableForm("a part is encoded"));
+            }
         }
-        if !key.eq_ignore_ascii_case(b"content-disposition") {
+        if is("content-type") {
+            has_charset |= Header::parse(value).is_none_or(|header| !header.is_utf8());
+        }
+        if !is("content-disposition") {
             continue;
         }
         let header = Header::parse(value).filter(|header| header.is("form-data"));
@@ -128,7 +159,11 @@ fn names_field(head: &[u8], name: &str) -> Result<bool, UnreadableForm> {
             return Err(unreadable);
         }
     }
-    named.ok_or(UnreadableForm("a part has no name"))
+    let is_field = named.ok_or(UnreadableForm("a part has no name"))?;
+    if is_field && has_charset {
+        return Err(UnreadableForm("a field is not UTF-8"));
+    }
+    Ok(is_field)
 }
 
 fn lines(head: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -159,6 +194,11 @@ impl<'h> Header<'h> {
             let equals = memchr::memchr(b'=', after)?;
             let key = after[..equals].trim_ascii();
             let (value, next) = parameter_value(&after[equals + 1..])?;
+            let escapes = if key.eq_ignore_ascii_case(b"filename") {
+                value.ends_with(b"\\")
+            } else {
+                value.contains(&b'\\')
+            };
             let is_repeated = parameters
                 .iter()
                 .any(|(other, _)| other.eq_ignore_ascii_case(key));
@@ -167,6 +207,7 @@ impl<'h> Header<'h> {
                 || !key.iter().all(|byte| is_token(*byte))
                 || is_repeated
                 || has_own_encoding
+                || escapes
             {
                 return None;
             }
@@ -185,6 +226,11 @@ impl<'h> Header<'h> {
         self.parameters.iter().find(named).map(|(_, value)| *value)
     }
 
+    fn is_utf8(&self) -> bool {
+        let charset = self.parameter("charset");
+        charset.is_none_or(|charset| charset.eq_ignore_ascii_case(b"utf-8"))
+    }
+
     fn has_file_name(&self) -> bool {
         self.parameter("filename").is_some() || self.parameter("filename*").is_some()
     }
@@ -195,9 +241,7 @@ fn parameter_value(text: &[u8]) -> Option<(&[u8], &[u8])> {
     if let Some(quoted) = text.strip_prefix(b"\"") {
         let end = memchr::memchr(b'"', quoted)?;
         let value = &quoted[..end];
-        let is_plain = !value.contains(&b'\\');
-        let next = quoted[end + 1..].trim_ascii_start();
-        return is_plain.then_some((value, next));
+        return Some((value, quoted[end + 1..].trim_ascii_start()));
     }
     let end = memchr::memchr(b';', text).unwrap_or(text.len());
     let value = text[..end].trim_ascii_end();
@@ -247,6 +291,11 @@ mod tests {
             model(&[part("NAME=\"x\"", "a"), part("name=model", "m")]),
             m
         );
+        let windows = part("name=\"file\"; filename=\"C:\\a.wav\"", "RIFF --b0");
+        assert_eq!(model(&[windows, field.clone()]), m);
+        let typed =
+            "Content-Transfer-Encoding: binary\r\nContent-Type: text/plain; charset=UTF-8\r\n\r\nm";
+        assert_eq!(model(&[field.replace("\r\nm", typed)]), m);
         let encoded = part("name=\"file\"; filename*=utf-8''F%C3%BC", "RIFF");
         assert_eq!(model(&[encoded, field]), m);
         assert_eq!(model(&[file, other]), None);
@@ -282,6 +331,14 @@ mod tests {
             x.replace("--b0\r\n", "--b0\r\n\r\n"),
             x.replace("--b0\r\n", "--b0 \r\n"),
             part("name=\"x\"", "\r\n--b0y\r\n"),
+            part("name=\"x\"", "\n--b0\n"),
+            part("name=\"x\"", "a\r--b0\r"),
+            part("name=\"x\"", "--b0"),
+            second(&format!("--b: y\r\n{disposition}")),
+            second(&format!(
+                "Content-Type: text/plain; charset=utf-7\r\n{forbidden}"
+            )),
+            part("name=\"x\"; filename=\"a\\\"; name=\"model\"", "a"),
             part("name=\"model\"", &"m".repeat(VALUE_BYTES_MAX + 1)),
             x.repeat(PARTS_MAX),
         ] {
@@ -315,6 +372,7 @@ mod tests {
             assert_eq!(found(content_type, &body), is_read, "{content_type}");
         }
         assert!(!is_form(b"application/json") && !is_form(b""));
+        assert!(!found(TYPE, &format!("{body}--b0\r\n")));
         assert!(found(TYPE, &format!("\r\n{body}")));
         assert!(!found(TYPE, &format!("\n{body}")));
         assert!(!found(TYPE, &format!("{{\"model\":\"x\"}}\r\n{body}")));

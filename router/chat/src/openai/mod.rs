@@ -23,7 +23,7 @@ mod usage;
 pub use chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
-pub use form::{UnreadableForm, form_field, is_form};
+pub use form::{UnreadableForm, form_field, is_form, require_form};
 pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn, impose};
 pub use prompt_slot::PromptSlot;
 pub use request::{
