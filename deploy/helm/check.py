@@ -189,6 +189,15 @@ def check_image(chart):
     assert text.count(f"image: warmroute:{version}\n") == 4, text
 
 
+def check_tls(chart):
+    """The component adds a table of TLS that the settings lack, and no second one."""
+    for settings in ("", "# [tls] below\n", "[tls]\n", "  [tls]\n"):
+        values = {"https": {"enabled": True}, "router": {"settings": settings}}
+        maps = [doc["data"] for doc in rendered(chart, values) if doc["kind"] == "ConfigMap"]
+        text = next(data["router.toml"] for data in maps if "router.toml" in data)
+        assert len(re.findall(r"(?m)^\s*\[tls\]", text)) == 1, text
+
+
 def main():
     findings = helm_python.lint(CHART, strict=True)
     assert not findings["errors"], findings
@@ -204,6 +213,7 @@ def main():
         check_without_workers(chart)
         check_replacement(chart)
         check_image(chart)
+        check_tls(chart)
 
 
 main()

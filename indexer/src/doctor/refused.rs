@@ -10,6 +10,7 @@ use anyhow::{Context as _, ensure};
 use reqwest::{Client, Url};
 use serde::Deserialize;
 use warmroute_plane::unix_ns_of_rfc3339;
+use warmroute_process::engine_answer::bounded_body;
 use warmroute_process::nats::redacted;
 use warmroute_process::tls::EngineTls;
 
@@ -86,17 +87,8 @@ async fn answer(http: &Client, asked: String) -> anyhow::Result<Vec<u8>> {
     // Errors of the client would show the URL with its credentials.
     let bare = reqwest::Error::without_url;
     let answer = http.get(asked).send().await.map_err(bare);
-    let mut answer = answer?.error_for_status().map_err(bare)?;
-    let mut body = Vec::new();
-    while let Some(part) = answer.chunk().await.map_err(bare)? {
-        let bytes = body.len() + part.len();
-        ensure!(
-            bytes <= ANSWER_MAX,
-            "the answer has over {ANSWER_MAX} bytes"
-        );
-        body.extend_from_slice(&part);
-    }
-    Ok(body)
+    let answer = answer?.error_for_status().map_err(bare)?;
+    Ok(bounded_body(answer, ANSWER_MAX).await?)
 }
 
 /// The refused clients of one answer.
@@ -192,7 +184,7 @@ mod tests {
         };
         let (asked, ()) = tokio::join!(refused_clients(&url), endless);
         let error = format!("{:#}", asked.unwrap_err());
-        assert!(error.contains("the answer has over"), "{error}");
+        assert!(error.contains("more than"), "{error}");
     }
 
     /// A client that the server refuses chooses its name.

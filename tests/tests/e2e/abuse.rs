@@ -113,15 +113,12 @@ async fn bodies_of_many_small_values_take_memory_by_their_size() {
     const BYTES: usize = 8 << 20;
     let (key, place) = ("wr-small-values", Place::new());
     let hash = KeyHash::of(key.as_bytes()).unwrap().to_hex();
-    let config = place.path("router.toml");
     let settings = format!(
         "[[tenants]]\nname = \"t\"\nkeys = [{{ id = \"k\", sha256 = \"{hash}\" }}]\n\
          max_output_tokens = 4294967295\n"
     );
-    std::fs::write(&config, settings).unwrap();
-    let config: &str = String::leak(config.to_str().unwrap().to_owned());
     let flags = Flags {
-        router: Vec::leak(vec!["--config", config]),
+        router: place.router_flags(&settings),
         ..Flags::default()
     };
     for (path, start, item) in [

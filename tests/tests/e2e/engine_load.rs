@@ -36,10 +36,8 @@ impl LoadedFleet {
     async fn start(mode: Mode) -> Self {
         let place = Place::new();
         let settings = place.path("router.toml");
-        fs::write(&settings, "").unwrap();
-        let config = String::leak(settings.to_str().unwrap().to_owned());
         let flags = Flags {
-            router: Vec::leak(vec!["--config", config]),
+            router: place.router_flags(""),
             ..Flags::default()
         };
         Self {

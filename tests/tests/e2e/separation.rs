@@ -1,7 +1,5 @@
 //! Adapters and cache salts separate equal prompts, in the engine's cache and in its credit.
 
-use std::fs;
-
 use serde_json::{Value, json};
 use warmroute_process::access::keys::KeyHash;
 
@@ -62,17 +60,14 @@ const TENANTS: [(&str, &str); 4] = [
 /// (`cached_tokens`), and from the source that the router chose by its credit.
 async fn a_tenant_that_probes_prompts_learns_nothing_of_other_tenants(mode: Mode) {
     let place = Place::new();
-    let config = place.path("router.toml");
     let tenants = TENANTS.map(|(name, salt)| {
         let hash = KeyHash::of(name.as_bytes()).unwrap().to_hex();
         let keys = format!("keys = [{{ id = \"{name}\", sha256 = \"{hash}\" }}]");
         format!("[[tenants]]\nname = \"{name}\"\n{keys}\n{salt}\n")
     });
     let explain = "[admin]\nexplain_headers = \"all\"\n";
-    fs::write(&config, tenants.concat() + explain).unwrap();
-    let config = String::leak(config.to_str().unwrap().to_owned());
     let flags = Flags {
-        router: Vec::leak(vec!["--config", config]),
+        router: place.router_flags(&(tenants.concat() + explain)),
         ..Flags::default()
     };
     let engines = Engines {

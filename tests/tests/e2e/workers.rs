@@ -258,8 +258,8 @@ async fn sighup_ends_no_process_and_workers_of_nats_are_not_added() {
     }
 }
 
-/// Runs the preStop hook of the manifests in the pod of the first worker.
-async fn hook(fleet: &Fleet, key: &str) -> Output {
+/// Runs the preStop hook of the manifests in the pod of a worker.
+async fn hook(fleet: &Fleet, worker: &str, key: &str) -> Output {
     let file = fleet.file("admin.key");
     fs::write(&file, key).unwrap();
     let mut command = Command::new("python3");
@@ -267,13 +267,14 @@ async fn hook(fleet: &Fleet, key: &str) -> Output {
         .arg(deploy("kubernetes/base/drain.py"))
         .env("WARMROUTE_ADMIN_URL", fleet.admin(0, ""))
         .env("WARMROUTE_ADMIN_KEY_FILE", file)
-        .env("POD_NAME", worker_name(0))
+        .env("POD_NAME", worker)
         .env("DRAIN_SECONDS", "60");
     let run = move || command.output().expect("python3 starts");
     spawn_blocking(run).await.unwrap()
 }
 
-/// With a key that routers refuse, the hook fails and does not wait for its end.
+/// With a key that routers refuse, or a name that they do not know, the hook fails and does not wait
+/// for its end.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_hook_of_a_pod_drains_with_a_key_that_may() {
     let place = Place::new();
@@ -283,12 +284,10 @@ async fn the_hook_of_a_pod_drains_with_a_key_that_may() {
         let row = format!("{{ id = \"{role}\", sha256 = \"{hash}\", role = \"{role}\" }}");
         (key, row)
     });
-    let config = place.path("router.toml");
     let rows = [&*operate.1, &*read.1].join(", ");
     let settings = format!("[admin]\nexplain_headers = \"all\"\nkeys = [{rows}]\n");
-    fs::write(&config, settings).unwrap();
     let flags = Flags {
-        router: vec!["--config", String::leak(config.display().to_string())].leak(),
+        router: place.router_flags(&settings),
         ..Flags::default()
     };
     let fleet = Fleet::start(Mode::Embedded, ENGINES, flags).await;
@@ -297,8 +296,12 @@ async fn the_hook_of_a_pod_drains_with_a_key_that_may() {
         let answer = fleet.http.get(url).bearer_auth(&*read.0).send().await;
         answer.unwrap().json::<Value>().await.unwrap()
     };
-    for (key, refusal) in [("wr-wrong", "401"), (&*read.0, "403")] {
-        let ended = hook(&fleet, key).await;
+    for (worker, key, refusal) in [
+        ("worker-0", "wr-wrong", "401"),
+        ("worker-0", &*read.0, "403"),
+        ("worker-9", &*operate.0, "404"),
+    ] {
+        let ended = hook(&fleet, worker, key).await;
         let error = String::from_utf8(ended.stderr).unwrap();
         assert_eq!(ended.status.code(), Some(1), "{error}");
         assert!(
@@ -324,7 +327,11 @@ async fn the_hook_of_a_pod_drains_with_a_key_that_may() {
         let answer = fleet.http.post(url).bearer_auth(&*operate.0).send().await;
         assert!(answer.unwrap().status().is_success());
     };
-    let (ended, text, ()) = tokio::join!(hook(&fleet, &operate.0), stream.text(), interrupted);
+    let (ended, text, ()) = tokio::join!(
+        hook(&fleet, "worker-0", &operate.0),
+        stream.text(),
+        interrupted
+    );
     assert!(ended.status.success(), "{ended:?}");
     assert!(text.unwrap().ends_with("data: [DONE]\n\n"));
     let state = state().await;

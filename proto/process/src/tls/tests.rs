@@ -266,6 +266,54 @@ async fn clients_may_speak_http2_with_tls_until_certificates_are_replaced() {
     port.end();
 }
 
+/// A frame of HTTP/2: RFC 9113, section 4.1.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let [_, length @ ..] = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let mut frame = length.to_vec();
+    frame.extend([kind, flags]);
+    frame.extend(stream.to_be_bytes());
+    frame.extend(payload);
+    frame
+}
+
+/// Asks for `/` by a stream, and returns the answer's first encoded field, its status.
+async fn http2_status(client: &mut TlsStream<TcpStream>, stream: u32) -> u8 {
+    let get = frame(1, 0x5, stream, b"\x82\x87\x84\x01\x01s");
+    client.write_all(&get).await.unwrap();
+    loop {
+        let mut head = [0; 9];
+        client.read_exact(&mut head).await.unwrap();
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0; length as usize];
+        client.read_exact(&mut payload).await.unwrap();
+        if (head[3], head[8]) == (1, stream as u8) {
+            return payload[0];
+        }
+    }
+}
+
+/// It acknowledges nothing, so that hyper accepts its streams after GOAWAY.
+#[tokio::test]
+async fn a_client_of_http2_that_ignores_the_end_gets_nothing_by_former_certificates() {
+    /// `:status: 200` in the static table of HPACK.
+    const OK: u8 = 0x88;
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let ca = authority.write(&dir.0, "ca.crt");
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let mut client = http2_stream(&port, &ca).await;
+    let preface = [
+        &b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..],
+        &frame(4, 0, 0, &[]),
+    ];
+    client.write_all(&preface.concat()).await.unwrap();
+    assert_eq!(http2_status(&mut client, 1).await, OK);
+    *port.tls.lock().unwrap() = dir.server(&authority.issue(), None);
+    assert_eq!(http2_status(&mut client, 3).await, OK);
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert_ne!(http2_status(&mut client, 5).await, OK);
+    port.end();
+}
+
 #[tokio::test]
 async fn authorities_of_engines_are_asked_at_each_handshake() {
     let (dir, own, other) = (Folder::new(), Authority::new(), Authority::new());

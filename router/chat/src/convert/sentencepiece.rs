@@ -1,5 +1,7 @@
 //! SentencePiece's `tokenizer.model`, a protobuf message (`sentencepiece_model.proto`).
 
+use std::collections::HashMap;
+
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use prost::Message as _;
@@ -206,10 +208,22 @@ fn name_tokens_of(trainer: &TrainerSpec, config: &mut Map<String, Value>) {
 
 /// A listed token takes the place of the piece with its id, unless there is a piece of its name.
 fn rename_listed(names: &mut [String], config: &Map<String, Value>) {
-    for (id, text) in listed_tokens(config) {
-        let is_free = !names.iter().any(|name| name == text);
+    let listed = listed_tokens(config);
+    // Pieces with the name of each listed token.
+    let mut named: HashMap<&str, u32> = listed.iter().map(|(_, text)| (*text, 0)).collect();
+    for name in names.iter() {
+        if let Some(count) = named.get_mut(name.as_str()) {
+            *count += 1;
+        }
+    }
+    for (id, text) in listed {
+        let is_free = named.get(text) == Some(&0);
         if let (Some(name), true) = (names.get_mut(id as usize), is_free) {
+            if let Some(count) = named.get_mut(name.as_str()) {
+                *count -= 1;
+            }
             text.clone_into(name);
+            named.insert(text, 1);
         }
     }
 }

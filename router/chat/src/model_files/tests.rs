@@ -67,6 +67,25 @@ fn another_form_is_read_only_without_a_tokenizer_json_and_up_to_its_bound() {
     assert!(matches!(error, ModelFileError::TooLarge { .. }), "{error}");
 }
 
+/// Without them the router would cut their names into pieces.
+#[test]
+fn added_tokens_that_no_configuration_lists_are_an_error() {
+    let tekken = include_str!("../../testdata/tokenizer_files/tekken.json");
+    let added = ("added_tokens.json", "{}");
+    let listed = ("tokenizer_config.json", r#"{"added_tokens_decoder": {}}"#);
+    for (files, is_read) in [
+        (vec![("tekken.json", tekken), added], false),
+        (vec![("tekken.json", tekken), added, listed], true),
+    ] {
+        let scratch = Scratch::new(&files);
+        fs::remove_file(scratch.0.path().join("tokenizer.json")).unwrap();
+        match read(scratch.0.path()) {
+            Ok(_) => assert!(is_read),
+            Err(error) => assert!(!is_read && error.to_string().contains(added.0), "{error}"),
+        }
+    }
+}
+
 #[test]
 fn mistrals_form_has_neither_templates_nor_a_configuration() {
     let tekken = include_str!("../../testdata/tokenizer_files/tekken.json");

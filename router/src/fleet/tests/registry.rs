@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_plane::{PutIf, Revision};
 use warmroute_proto::codec;
-use warmroute_proto::registry::{DrainUntil, ShimEntry};
+use warmroute_proto::registry::{DrainContext, DrainUntil, ShimEntry};
 
 use super::super::registry::REPAIR_PERIOD;
 use super::*;
@@ -320,6 +320,33 @@ async fn an_entry_that_says_nothing_is_deleted_for_all_routers() {
         .until(|router| router.drain() == DrainState::Draining)
         .await;
     assert_eq!(stored(&plane).await.unwrap().0.turn, 0);
+}
+
+/// Its context is written before its entry, and a collector may run in between.
+#[tokio::test(start_paused = true)]
+async fn the_context_of_a_drain_that_begins_is_not_collected() {
+    let plane = plane();
+    let router = Router::start(&plane);
+    for drain in [DrainState::Draining, DrainState::Serving] {
+        router.set_drain(drain).await;
+    }
+    let (entry, revision) = stored(&plane).await.unwrap();
+    let context = DrainContext {
+        worker: worker(),
+        turn: entry.turn + 1,
+        shim: None,
+        until: DrainUntil::Restart,
+    };
+    let key = subjects().drain_context_key(&worker());
+    let value = codec::encode(&context).unwrap();
+    let put = plane.put(key.clone(), value.into(), PutIf::Always, None);
+    put.await.unwrap();
+    let later = unix_time().as_secs() + 8 * 86_400;
+    router.registry.collect_drains(later).await.unwrap();
+    let found = plane.get(key).await.unwrap().unwrap();
+    let kept = codec::decode::<DrainContext>(&found.value).unwrap();
+    assert_eq!(kept, context);
+    assert_eq!(stored(&plane).await, Some((entry, revision)));
 }
 
 /// A worker that was drained until its restart and never came back.

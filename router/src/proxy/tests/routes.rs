@@ -205,6 +205,20 @@ async fn a_stored_response_is_asked_of_the_worker_that_has_it() {
     world.until_quiet().await;
 }
 
+/// An engine that does not answer may have it.
+#[tokio::test(start_paused = true)]
+async fn a_stored_response_is_not_missing_while_a_worker_cannot_be_asked() {
+    let (alive, hung) = (Engine::start().await, Engine::hung().await);
+    let world = World::with(&[&alive, &hung]).await;
+    let response = world.get("/v1/responses/resp_x").await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(response.headers()["retry-after"], "1");
+    world::assert_error(response, "owner_unknown").await;
+    alive.stores("resp_x");
+    assert_eq!(world.get("/v1/responses/resp_x").await.status(), 200);
+    world.until_quiet().await;
+}
+
 /// Known to an engine, and not to this router: another one passed the answer on.
 #[tokio::test]
 async fn a_stored_response_of_another_router_is_found() {

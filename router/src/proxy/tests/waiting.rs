@@ -139,6 +139,9 @@ async fn an_answer_without_a_head_is_asked_of_another_worker() {
         assert_eq!(began.elapsed().as_secs(), secs, "{path}");
         assert_eq!((hung.asked(), alive.asked()), (1, 1), "{path}");
         assert_eq!(world.metric("retries_total{reason=\"silent\"}"), 1);
+        // A client can make a request without the model as large as it likes.
+        let counted = usize::from(!setting.is_empty());
+        assert_eq!(counting(&world), counted, "{path}");
         world.until_quiet().await;
     }
 }

@@ -42,6 +42,13 @@ impl Place {
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
+
+    /// Flags of routers with these settings, in the file `router.toml`.
+    pub(crate) fn router_flags(&self, settings: &str) -> &'static [&'static str] {
+        let file = self.path("router.toml");
+        fs::write(&file, settings).expect("a file of settings");
+        Vec::leak(vec!["--config", String::leak(file.display().to_string())])
+    }
 }
 
 impl Drop for Place {

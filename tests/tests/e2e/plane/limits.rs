@@ -1,6 +1,5 @@
 //! A tenant's limits over four routers, by counts of admitted requests.
 
-use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -48,7 +47,6 @@ impl Flood {
 
 async fn start() -> (Place, Fleet) {
     let place = Place::new();
-    let config = place.path("router.toml");
     let tenants = LIMITS.map(|(name, limit)| {
         let hash = KeyHash::of(name.as_bytes()).unwrap().to_hex();
         format!(
@@ -56,10 +54,8 @@ async fn start() -> (Place, Fleet) {
              keys = [{{ id = \"{name}\", sha256 = \"{hash}\" }}]\n"
         )
     });
-    fs::write(&config, tenants.concat()).unwrap();
-    let config = String::leak(config.to_str().unwrap().to_owned());
     let flags = Flags {
-        router: Vec::leak(vec!["--config", config]),
+        router: place.router_flags(&tenants.concat()),
         ..Flags::default()
     };
     let engines = Engines {
