@@ -3,11 +3,30 @@
 use std::error::Error;
 use std::io::{self, ErrorKind};
 
+use hyper_util::client::legacy;
 use warmroute_process::open_files;
+
+/// An error of an HTTP client.
+pub(crate) trait ClientError: Error {
+    /// No connection was opened.
+    fn is_connect(&self) -> bool;
+}
+
+impl ClientError for reqwest::Error {
+    fn is_connect(&self) -> bool {
+        Self::is_connect(self)
+    }
+}
+
+impl ClientError for legacy::Error {
+    fn is_connect(&self) -> bool {
+        Self::is_connect(self)
+    }
+}
 
 /// No process listens there; a Unix socket may be absent. One such failure is proof; other failures
 /// to connect are not.
-pub(crate) fn is_refused(error: &reqwest::Error) -> bool {
+pub(crate) fn is_refused(error: &impl ClientError) -> bool {
     let is_refused = |cause| {
         let kind = io_kind(cause);
         matches!(
@@ -19,7 +38,7 @@ pub(crate) fn is_refused(error: &reqwest::Error) -> bool {
 }
 
 /// No connection was tried: no further file may be open here.
-pub(crate) fn lacks_files(error: &reqwest::Error) -> bool {
+pub(crate) fn lacks_files(error: &impl ClientError) -> bool {
     let is_lack = |cause: &(dyn Error + 'static)| {
         let cause = cause.downcast_ref();
         cause.is_some_and(open_files::are_exhausted)
@@ -28,7 +47,7 @@ pub(crate) fn lacks_files(error: &reqwest::Error) -> bool {
 }
 
 /// The connection closed before the answer's head was complete.
-pub(crate) fn is_closed(error: &reqwest::Error) -> bool {
+pub(crate) fn is_closed(error: &impl ClientError) -> bool {
     let is_close = |cause: &(dyn Error + 'static)| {
         let hyper = cause.downcast_ref::<hyper::Error>();
         hyper.is_some_and(hyper::Error::is_incomplete_message)
@@ -40,10 +59,20 @@ pub(crate) fn is_closed(error: &reqwest::Error) -> bool {
     !error.is_connect() && causes(error).any(is_close)
 }
 
+/// An error with what led to it.
+pub(crate) fn with_causes(error: &impl ClientError) -> String {
+    let mut text = error.to_string();
+    for cause in causes(error) {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+    }
+    text
+}
+
 fn io_kind(cause: &(dyn Error + 'static)) -> Option<ErrorKind> {
     cause.downcast_ref::<io::Error>().map(io::Error::kind)
 }
 
-fn causes(error: &reqwest::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
+fn causes(error: &impl ClientError) -> impl Iterator<Item = &(dyn Error + 'static)> {
     std::iter::successors(error.source(), |&cause| cause.source())
 }

@@ -22,6 +22,7 @@ mod demotions;
 mod deployment;
 mod embedded;
 mod engine_clients;
+mod engine_connector;
 mod engine_error;
 mod engine_keys;
 mod error;

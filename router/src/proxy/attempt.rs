@@ -8,13 +8,20 @@
 //! of a stream that can be resumed, until its first byte. The head of any other answer is waited for
 //! up to `engines.answer_timeout_secs`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use axum::http::uri::InvalidUri;
 use bytes::Bytes;
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
+use hyper_util::client::legacy;
 
 use super::App;
+use super::engine_client::EngineResponse;
 use super::forward::{ForwardedRequest, Routing};
+use crate::engine_error::with_causes;
 use crate::fleet::TrackedRequest;
 use crate::metrics::{CancelPhase, Metrics};
 use crate::route::{Admitted, Decision, RouteRequest};
@@ -33,15 +40,20 @@ pub(super) struct Placement {
 
 /// An engine's response head, with the first bytes of its body if they were waited for.
 pub(super) struct EngineHead {
-    pub response: reqwest::Response,
+    pub response: EngineResponse,
     pub early: Option<Bytes>,
 }
 
 /// Why an attempt has no answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AttemptError {
+    #[error("the worker's URL does not parse")]
+    Address(#[from] InvalidUri),
+    #[error("{}", with_causes(.0))]
+    Request(#[from] legacy::Error),
+    /// The answer ended behind its head.
     #[error(transparent)]
-    Http(#[from] reqwest::Error),
+    Body(#[from] hyper::Error),
     #[error("no output within {0:?}")]
     Silent(Duration),
     /// The engine needs no model for the request, which the client may have made large.
@@ -86,9 +98,10 @@ impl App {
                 },
                 holds_head: routing.holds_head || routing.streaming && first_token_max.is_some(),
             };
-            let addressed = self.addressed(request, &placement.decision)?;
-            let address = placement.decision.url.clone();
-            let sent = self.engines.send(&address, addressed);
+            let (source, url) = (placement.decision.source.clone(), &placement.decision.url);
+            let url = Arc::clone(url);
+            let addressed = || self.addressed(request, &source, &url);
+            let sent = self.engines.send(addressed()?, || addressed().ok());
             let cancel = CancelCount::armed(&self.metrics, routing.cancel);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
             let waited = wait_for_head(sent, limits, placement, moves).await;
@@ -133,7 +146,7 @@ impl App {
 /// Waits for the answer's beginning. `moves` is called when another router's choice crosses this
 /// one.
 async fn wait_for_head(
-    sent: impl Future<Output = reqwest::Result<reqwest::Response>>,
+    sent: impl Future<Output = Result<EngineResponse, legacy::Error>>,
     limits: HeadWait,
     placement: &mut Placement,
     mut moves: impl FnMut(&mut Placement) -> bool,
@@ -141,7 +154,7 @@ async fn wait_for_head(
     let holds_head = limits.holds_head;
     let (prefill_end, silent) = (pause(limits.predicted), pause(limits.silent_max));
     tokio::pin!(sent, prefill_end, silent);
-    let mut held: Option<reqwest::Response> = None;
+    let mut held: Option<EngineResponse> = None;
     let mut in_prefill = true;
     loop {
         let watch = placement.watch.as_ref();
@@ -198,16 +211,21 @@ async fn pause(duration: Option<Duration>) -> Duration {
 }
 
 /// Any other answer is complete, or nearly, when its head comes.
-fn is_stream(response: &reqwest::Response) -> bool {
-    response.status() == StatusCode::OK && response.content_length().is_none()
+fn is_stream(response: &EngineResponse) -> bool {
+    response.status() == StatusCode::OK && response.body().size_hint().exact().is_none()
 }
 
 /// Pending without a response. Cancel-safe: bytes that came stay with the response.
-async fn first_bytes(response: Option<&mut reqwest::Response>) -> reqwest::Result<Option<Bytes>> {
-    match response {
-        Some(response) => response.chunk().await,
-        None => std::future::pending().await,
+async fn first_bytes(response: Option<&mut EngineResponse>) -> hyper::Result<Option<Bytes>> {
+    let Some(response) = response else {
+        return std::future::pending().await;
+    };
+    while let Some(frame) = response.body_mut().frame().await {
+        if let Ok(data) = frame?.into_data() {
+            return Ok(Some(data));
+        }
     }
+    Ok(None)
 }
 
 /// Pending without a watch.

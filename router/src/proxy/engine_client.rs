@@ -12,15 +12,23 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::header::HOST;
+use axum::http::uri::InvalidUri;
+use axum::http::{HeaderMap, HeaderValue, Method, Request, Response};
+use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use reqwest::{Request, Response};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper_util::client::legacy;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
 use crate::engine_clients::{EngineClients, SocketRule};
+use crate::engine_connector::{EngineConnector, engine_uri, names_socket};
 use crate::engine_error::is_closed;
 use crate::engine_keys::EngineKeys;
 use crate::metrics::{Metrics, RetryReason};
@@ -33,13 +41,22 @@ const IDLE_MAX: Duration = Duration::from_secs(4);
 /// Longest time from sending a request to the end of a connection that the engine had closed.
 const STALE_MAX: Duration = Duration::from_millis(100);
 
+/// What a request to a socket has in place of a host.
+const SOCKET_HOST: HeaderValue = HeaderValue::from_static("localhost");
+
+type HttpClient = legacy::Client<EngineConnector, Full<Bytes>>;
+
+pub(super) type EngineRequest = Request<Full<Bytes>>;
+
+pub(super) type EngineResponse = Response<Incoming>;
+
 tokio::task_local! {
     /// The connection of the request that the task sends.
-    static CONNECTION: Cell<Connection>;
+    static CONNECTION: Cell<EngineConnection>;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Connection {
+enum EngineConnection {
     New,
     /// From the pool: no connection was opened for the request, or a pooled one was free first.
     Reused,
@@ -47,9 +64,10 @@ enum Connection {
 
 #[derive(Clone)]
 pub(crate) struct EngineClient {
-    pooled: EngineClients,
+    pooled: HttpClient,
     /// Opens a connection for each request.
-    unpooled: EngineClients,
+    unpooled: HttpClient,
+    sockets: SocketRule,
     /// With connections of its own: a connection belongs to the runtime that opened it.
     background: EngineClients,
     tls: EngineTls,
@@ -68,22 +86,31 @@ impl EngineClient {
     ) -> anyhow::Result<Self> {
         let live = Arc::clone(settings);
         let tls = EngineTls::new(move || live.current().engine_authorities())?;
-        let clients = |idle_connections_max| {
-            let (tls, settings) = (tls.clone(), Arc::clone(settings));
-            EngineClients::new(sockets, move || {
-                tls.client()
-                    .retry(reqwest::retry::never())
-                    .referer(false)
-                    .tcp_nodelay(true)
-                    .connector_layer(connect_rules(&settings))
-                    .pool_idle_timeout(IDLE_MAX)
-                    .pool_max_idle_per_host(idle_connections_max)
-            })
+        let connector = EngineConnector::new(&tls, Arc::clone(settings), note_new_connection);
+        let client = |idle_connections_max| {
+            legacy::Client::builder(TokioExecutor::new())
+                .timer(TokioTimer::new())
+                .pool_timer(TokioTimer::new())
+                .pool_idle_timeout(IDLE_MAX)
+                .pool_max_idle_per_host(idle_connections_max)
+                .build(connector.clone())
         };
+        let (pooled, unpooled) = (client(usize::MAX), client(0));
+        let (for_builder, settings) = (tls.clone(), Arc::clone(settings));
+        let background = EngineClients::new(sockets, move || {
+            for_builder
+                .client()
+                .retry(reqwest::retry::never())
+                .referer(false)
+                .tcp_nodelay(true)
+                .connector_layer(connect_rules(&settings))
+                .pool_idle_timeout(IDLE_MAX)
+        })?;
         Ok(Self {
-            pooled: clients(usize::MAX)?,
-            unpooled: clients(0)?,
-            background: clients(usize::MAX)?,
+            pooled,
+            unpooled,
+            sockets,
+            background,
             tls,
             keys: EngineKeys::default(),
             metrics,
@@ -101,9 +128,25 @@ impl EngineClient {
         &self.background
     }
 
-    /// Builds the requests of [`Self::send`].
-    pub(super) const fn pooled(&self) -> &EngineClients {
-        &self.pooled
+    /// A request for [`Self::send`]. Fails if the address neither parses nor is a socket that is
+    /// allowed.
+    pub(super) fn request(
+        &self,
+        method: Method,
+        address: &str,
+        path: &str,
+        mut headers: HeaderMap,
+        body: Bytes,
+    ) -> Result<EngineRequest, InvalidUri> {
+        let uri = engine_uri(self.sockets, address, path)?;
+        if names_socket(&uri) {
+            headers.insert(HOST, SOCKET_HOST);
+        }
+        let mut request = Request::new(Full::new(body));
+        *request.method_mut() = method;
+        *request.uri_mut() = uri;
+        *request.headers_mut() = headers;
+        Ok(request)
     }
 
     pub(crate) const fn tls(&self) -> &EngineTls {
@@ -115,25 +158,27 @@ impl EngineClient {
         &self.keys
     }
 
-    /// Sends a request to an engine's address and waits for the head of the answer.
-    pub(super) async fn send(&self, address: &str, request: Request) -> reqwest::Result<Response> {
-        let pooled = self.pooled.client(address);
-        let copy = request.try_clone();
+    /// Sends a request and waits for the head of the answer. `again` makes the request once more.
+    pub(super) async fn send(
+        &self,
+        request: EngineRequest,
+        again: impl FnOnce() -> Option<EngineRequest>,
+    ) -> Result<EngineResponse, legacy::Error> {
         let began = Instant::now();
         let sent = async {
-            let response = pooled.execute(request).await;
+            let response = self.pooled.request(request).await;
             (response, CONNECTION.with(Cell::get))
         };
-        match CONNECTION.scope(Cell::new(Connection::Reused), sent).await {
-            (Err(error), Connection::Reused)
+        match CONNECTION.scope(Cell::new(EngineConnection::Reused), sent).await {
+            (Err(error), EngineConnection::Reused)
                 if began.elapsed() <= STALE_MAX && is_closed(&error) =>
             {
-                let Some(copy) = copy else {
+                let Some(copy) = again() else {
                     return Err(error);
                 };
                 tracing::debug!(%error, "reused connection failed, sending on a new one");
                 self.metrics.retried(RetryReason::StaleConnection);
-                let second = self.unpooled.client(address).execute(copy).await;
+                let second = self.unpooled.request(copy).await;
                 // The engine may have crashed on the first sending: no connection to it now.
                 second.map_err(|second| {
                     tracing::debug!(error = %second, "new connection failed too");
@@ -145,7 +190,7 @@ impl EngineClient {
     }
 }
 
-/// Bounds the time of connecting by the settings in force, and notes each new connection.
+/// Bounds the time of connecting by the settings in force.
 fn connect_rules<F, C, E>(
     settings: &Arc<LiveSettings>,
 ) -> MapFutureLayer<impl Fn(F) -> BoxFuture<'static, Result<C, E>> + Clone + use<F, C, E>>
@@ -158,7 +203,7 @@ where
         let time_max = settings.current().connect_timeout();
         let connected = async move {
             match timeout(time_max, connecting).await {
-                Ok(connected) => connected.map(note_new_connection),
+                Ok(connected) => connected,
                 Err(elapsed) => Err(io::Error::from(elapsed).into()),
             }
         };
@@ -168,11 +213,9 @@ where
 
 /// Runs when a connection is open: in the task of its request, or in another task if the request
 /// was sent on a pooled connection first.
-fn note_new_connection<T>(connected: T) -> T {
-    // Requests by the plain client are not followed.
-    let note = |connection: &Cell<Connection>| connection.set(Connection::New);
+fn note_new_connection() {
+    let note = |connection: &Cell<EngineConnection>| connection.set(EngineConnection::New);
     CONNECTION.try_with(note).unwrap_or_default();
-    connected
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::uri::InvalidUri;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use tokio::time::Instant;
@@ -17,6 +18,7 @@ use warmroute_proto::{DpRank, Source};
 use super::App;
 use super::attempt::{AttemptError, EngineHead, Placement};
 use super::call::Call;
+use super::engine_client::EngineRequest;
 use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
@@ -25,7 +27,7 @@ use crate::error::ProxyError;
 use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestResult};
 use crate::metrics::{CancelPhase, RetryReason};
-use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
+use crate::route::{AdmitError, Admitted, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
 use crate::spans::TraceStep;
 
@@ -173,7 +175,7 @@ impl App {
                     history.fallback = Some(answer);
                     RetryReason::Status
                 }
-                Err(AttemptError::Http(error)) if error.is_builder() => {
+                Err(AttemptError::Address(_)) => {
                     return Err(ProxyError::Internal("a worker's URL does not parse"));
                 }
                 Err(error) => {
@@ -229,24 +231,21 @@ impl App {
         })
     }
 
-    /// The request to the placement's worker and rank. Fails if the worker's URL does not parse.
+    /// The request to a worker and rank. Fails if the worker's URL does not parse.
     pub(super) fn addressed(
         &self,
         request: &ForwardedRequest,
-        decision: &Decision,
-    ) -> reqwest::Result<reqwest::Request> {
-        let (method, engines) = (request.method.clone(), self.engines.pooled());
-        let built = engines.request(method, &decision.url, &request.path);
-        let mut built = built.build()?;
-        let rank = HeaderValue::from(decision.source.dp_rank.0);
-        *built.headers_mut() = request.headers.clone();
-        built.headers_mut().insert(headers::ENGINE_RANK, rank);
-        let (worker, keys) = (&decision.source.worker, self.engines.keys());
-        keys.authorize(worker, &decision.url, built.headers_mut());
-        if !request.body.is_empty() || request.method == Method::POST {
-            *built.body_mut() = Some(request.body.clone().into());
-        }
-        Ok(built)
+        source: &Source,
+        url: &str,
+    ) -> Result<EngineRequest, InvalidUri> {
+        let mut headers = request.headers.clone();
+        headers.insert(headers::ENGINE_RANK, HeaderValue::from(source.dp_rank.0));
+        self.engines
+            .keys()
+            .authorize(&source.worker, url, &mut headers);
+        let (method, body) = (request.method.clone(), request.body.clone());
+        self.engines
+            .request(method, url, &request.path, headers, body)
     }
 
     /// Reports a failure to the fleet.
@@ -255,13 +254,15 @@ impl App {
         let (worker, url) = (&decision.source.worker, &decision.url);
         tracing::warn!(%worker, %error, "worker did not answer");
         let reason = match error {
-            AttemptError::Http(error) if is_refused(error) => {
+            AttemptError::Request(error) if is_refused(error) => {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);
                 return RetryReason::Connect;
             }
-            AttemptError::Http(error) if lacks_files(error) => return RetryReason::Connect,
-            AttemptError::Http(error) if error.is_connect() => RetryReason::Connect,
-            AttemptError::Http(_) => RetryReason::Broken,
+            AttemptError::Request(error) if lacks_files(error) => return RetryReason::Connect,
+            AttemptError::Request(error) if error.is_connect() => RetryReason::Connect,
+            AttemptError::Request(_) | AttemptError::Body(_) | AttemptError::Address(_) => {
+                RetryReason::Broken
+            }
             AttemptError::Silent(_) => RetryReason::Silent,
             AttemptError::BriefSilent(_) => return RetryReason::Silent,
         };

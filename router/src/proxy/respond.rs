@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::Response;
 use warmroute_proto::Tiers;
 
@@ -60,7 +60,7 @@ fn watched(
         tracked,
         ..
     } = answer.placement;
-    let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
+    let (mut parts, body) = response.into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
     headers::hide_host(&mut parts.headers);
     headers::hide_explanation(&mut parts.headers);

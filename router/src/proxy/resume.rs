@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use axum::http::{HeaderMap, Method};
 use bytes::Bytes;
+use hyper::body::Incoming;
 use warmroute_proto::Source;
 
 use super::App;
@@ -51,7 +52,7 @@ pub(super) struct ResumableAnswer {
 pub(super) struct ResumedBody {
     /// Bytes that came with the head.
     pub early: Option<Bytes>,
-    pub body: reqwest::Body,
+    pub body: Incoming,
 }
 
 /// Why a stream ended before its last event. `None`: its body ended without an error.
@@ -204,7 +205,7 @@ pub(super) async fn resume(
             flight.resumed(placement, || app.fleet.catalog());
             let resumed = ResumedBody {
                 early: head.early,
-                body: head.response.into(),
+                body: head.response.into_body(),
             };
             (flight, Ok(resumed))
         }

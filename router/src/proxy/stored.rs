@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
 use futures_util::{StreamExt as _, stream};
@@ -204,14 +204,20 @@ impl App {
         let ask = async |(worker, url): (WorkerId, String)| {
             let mut headers = headers.clone();
             self.engines.keys().authorize(&worker, &url, &mut headers);
-            let engines = self.engines.pooled();
-            let request = engines.get(&url, &format!("/v1/responses/{id}"));
-            let request = request.headers(headers).timeout(ASKED_FOR_MAX);
+            let path = format!("/v1/responses/{id}");
+            let request = || {
+                let (headers, body) = (headers.clone(), Bytes::new());
+                let built = self.engines.request(Method::GET, &url, &path, headers, body);
+                built.ok()
+            };
+            let Some(first) = request() else {
+                return WorkerReply::Unknown;
+            };
             // The head is enough; the connection ends with the rest.
-            match request.send().await {
-                Ok(answer) if answer.status() == StatusCode::OK => WorkerReply::Has(worker),
-                Ok(answer) if !answer.status().is_server_error() => WorkerReply::HasNot,
-                Ok(_) | Err(_) => WorkerReply::Unknown,
+            match timeout(ASKED_FOR_MAX, self.engines.send(first, request)).await {
+                Ok(Ok(answer)) if answer.status() == StatusCode::OK => WorkerReply::Has(worker),
+                Ok(Ok(answer)) if !answer.status().is_server_error() => WorkerReply::HasNot,
+                Ok(Ok(_) | Err(_)) | Err(_) => WorkerReply::Unknown,
             }
         };
         let asked = stream::iter(self.fleet.serving(WORKERS_ASKED_MAX)).map(ask);

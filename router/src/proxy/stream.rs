@@ -16,6 +16,7 @@ use axum::http::StatusCode;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep};
 
 use super::attempt::Placement;
@@ -94,7 +95,7 @@ impl Default for FlightProgress {
 pub(super) struct TrackedBody {
     /// Bytes that came before the head was passed on.
     early: Option<Bytes>,
-    inner: reqwest::Body,
+    inner: Incoming,
     flight: Option<Flight>,
     /// Holds the flight while another worker is asked to go on.
     resuming: Option<Resuming>,
@@ -110,7 +111,7 @@ type PolledFrame = Option<Result<Frame<Bytes>, BodyError>>;
 #[derive(Debug, thiserror::Error)]
 pub(super) enum BodyError {
     #[error(transparent)]
-    Http(#[from] reqwest::Error),
+    Http(#[from] hyper::Error),
     #[error("the body of an error is not complete after {ERROR_BODY_MAX:?}")]
     ErrorTimeout,
     #[error("an event of the stream is too large")]
@@ -118,7 +119,7 @@ pub(super) enum BodyError {
 }
 
 impl TrackedBody {
-    pub(super) fn new(early: Option<Bytes>, inner: reqwest::Body, flight: Flight) -> Self {
+    pub(super) fn new(early: Option<Bytes>, inner: Incoming, flight: Flight) -> Self {
         let is_error = flight.status.is_client_error() || flight.status.is_server_error();
         let mut tracked = Self {
             error_end: is_error.then(|| Box::pin(sleep(ERROR_BODY_MAX))),
@@ -187,7 +188,6 @@ impl TrackedBody {
         if let Some(mut flight) = self.flight.take() {
             let answer = flight.readers.resumable.as_deref_mut();
             if let Some(body) = answer.and_then(|answer| answer.rest(&flight.call)) {
-                self.inner = reqwest::Body::default();
                 self.resuming = Some(Box::pin(resume(flight, body, loss)));
                 return None;
             }
@@ -465,11 +465,28 @@ impl Drop for Flight {
 
 #[cfg(test)]
 mod tests {
-    use futures_util::stream;
+    use http_body_util::Full;
+    use hyper_util::rt::TokioIo;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio_util::task::TaskTracker;
 
     use super::*;
     use crate::call_report::CallSinks;
     use crate::metrics::RouteLabel;
+
+    /// The body of an answer, which ends with the connection.
+    async fn incoming(body: &[u8]) -> Incoming {
+        let (near, mut far) = tokio::io::duplex(1024);
+        let connected = hyper::client::conn::http1::handshake(TokioIo::new(near)).await;
+        let (mut sender, connection) = connected.unwrap();
+        drop(TaskTracker::new().spawn(connection));
+        let request = axum::http::Request::new(Full::<Bytes>::default());
+        let answered = TaskTracker::new().spawn(sender.send_request(request));
+        far.read_u8().await.unwrap();
+        far.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+        far.write_all(body).await.unwrap();
+        answered.await.unwrap().unwrap().into_body()
+    }
 
     /// Even if the rest is there already.
     #[tokio::test]
@@ -477,7 +494,6 @@ mod tests {
         let metrics = Arc::new(Metrics::new().unwrap());
         let sinks = CallSinks::silent(&metrics);
         let (head, ()) = axum::http::Request::new(()).into_parts();
-        let rest = ["data: 2\n\n", "data: 3\n\n"].map(Ok::<_, std::io::Error>);
         let flight = Flight {
             call: Call::new(RouteLabel::Chat, &head, &sinks),
             slot: None,
@@ -490,7 +506,7 @@ mod tests {
             progress: FlightProgress::default(),
         };
         let early = Bytes::from_static(b"data: 1\n\n");
-        let rest = reqwest::Body::wrap_stream(stream::iter(rest));
+        let rest = incoming(b"data: 2\n\ndata: 3\n\n").await;
         let whole = axum::body::Body::new(TrackedBody::new(Some(early), rest, flight));
         let whole = axum::body::to_bytes(whole, usize::MAX).await.unwrap();
         assert_eq!(whole, "data: 1\n\ndata: 2\n\ndata: 3\n\n");

@@ -369,7 +369,7 @@ async fn a_request_that_crashes_engines_on_pooled_connections_reaches_two() {
     ];
     let world = World::with(&[&engines[0], &engines[1], &engines[2]]).await;
     for engine in &engines {
-        engine.connect(world.app.engines.pooled()).await;
+        engine.connect(&world.app.engines).await;
     }
     let response = world.send("/v1/completions", &body(4)).await;
     assert_eq!(response.status(), 502);
@@ -399,7 +399,7 @@ async fn a_stale_connection_is_retried_on_each_route() {
     for path in routes {
         let engine = Engine::closing_at_reuse().await;
         let world = World::with(&[&engine]).await;
-        engine.connect(world.app.engines.pooled()).await;
+        engine.connect(&world.app.engines).await;
         let json = json!({"model": "m", "input": "x"});
         let response = world.send(path, &json).await;
         assert_eq!(response.status(), 200, "{path}");

@@ -103,6 +103,12 @@ impl EngineTls {
         Self::new(move || authorities.clone())
     }
 
+    /// For another client of HTTP/1.1.
+    #[must_use]
+    pub fn config(&self) -> ClientConfig {
+        self.0.clone()
+    }
+
     /// A client of HTTP/1.1 that uses no proxy and follows no redirect.
     pub fn client(&self) -> reqwest::ClientBuilder {
         reqwest::Client::builder()

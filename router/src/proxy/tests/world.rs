@@ -12,6 +12,7 @@ use axum::http::{HeaderMap, HeaderName, Method, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::stream;
+use http_body_util::BodyExt as _;
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener};
@@ -27,7 +28,7 @@ use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
 use super::*;
 use crate::call_report::CallSinks;
 use crate::config::Limits;
-use crate::engine_clients::{EngineClients, SocketRule};
+use crate::engine_clients::SocketRule;
 use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
 use crate::route::{Knobs, Prompt, RouteRequest, SourceLoad};
@@ -244,10 +245,11 @@ impl Engine {
     }
 
     /// Leaves an idle connection to the engine in the client's pool.
-    pub(super) async fn connect(&self, clients: &EngineClients) {
-        let asked = clients.request(Method::POST, &self.url, "/").body("{}");
-        let answer = asked.send().await.unwrap();
-        answer.bytes().await.unwrap();
+    pub(super) async fn connect(&self, client: &EngineClient) {
+        let (headers, body) = (HeaderMap::new(), Bytes::from_static(b"{}"));
+        let request = client.request(Method::POST, &self.url, "/", headers, body);
+        let answer = client.send(request.unwrap(), || None).await.unwrap();
+        answer.into_body().collect().await.unwrap();
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }

@@ -1,0 +1,207 @@
+//! How connections to engines are opened: `http://HOST:PORT`, `https://HOST:PORT`, and `unix:/PATH`
+//! for a socket of this host (vLLM's `--uds`).
+
+use std::io;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::http::Uri;
+use axum::http::uri::InvalidUri;
+use futures_util::future::BoxFuture;
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper_rustls::{DefaultServerNameResolver, HttpsConnector, MaybeHttpsStream};
+use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+use tower::{BoxError, Service};
+use warmroute_process::tls::{EngineTls, socket_of};
+
+use crate::engine_clients::SocketRule;
+use crate::settings::LiveSettings;
+
+/// Of URIs whose authority is the path of a socket, in hexadecimal digits: authorities are compared
+/// without regard to case.
+const SOCKET_SCHEME: &str = "unix";
+
+/// An idle connection is probed after so long, and as often again. [`PROBES_MAX`] probes without an
+/// answer end it.
+const PROBE_INTERVAL: Duration = Duration::from_secs(15);
+
+const PROBES_MAX: u32 = 3;
+
+/// Bytes that the other side does not acknowledge for so long end the connection.
+const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(30);
+
+/// The URI of a path at an engine's address. A socket is an error if it is not allowed.
+pub(crate) fn engine_uri(rule: SocketRule, address: &str, path: &str) -> Result<Uri, InvalidUri> {
+    let socket = match rule {
+        SocketRule::Allowed => socket_of(address),
+        SocketRule::Refused => None,
+    };
+    let Some(socket) = socket else {
+        return Uri::try_from(format!("{address}{path}"));
+    };
+    let bytes = socket.as_os_str().as_encoded_bytes().iter();
+    let digits: String = bytes.map(|byte| format!("{byte:02x}")).collect();
+    Uri::try_from(format!("{SOCKET_SCHEME}://{digits}{path}"))
+}
+
+/// Whether a URI of [`engine_uri`] names a socket.
+pub(crate) fn names_socket(uri: &Uri) -> bool {
+    uri.scheme_str() == Some(SOCKET_SCHEME)
+}
+
+fn socket_path(uri: &Uri) -> Option<PathBuf> {
+    let digits = uri.host().filter(|_| names_socket(uri))?;
+    let byte = |at| u8::from_str_radix(digits.get(at..at + 2)?, 16).ok();
+    let bytes: Option<Vec<u8>> = (0..digits.len()).step_by(2).map(byte).collect();
+    Some(PathBuf::from(String::from_utf8(bytes?).ok()?))
+}
+
+/// Opens connections within the time of the settings in force. Clones are cheap.
+#[derive(Clone)]
+pub(crate) struct EngineConnector(Arc<ConnectRules>);
+
+struct ConnectRules {
+    tcp: HttpsConnector<HttpConnector>,
+    settings: Arc<LiveSettings>,
+    /// Called when a connection is open.
+    on_connected: fn(),
+}
+
+impl EngineConnector {
+    pub(crate) fn new(tls: &EngineTls, settings: Arc<LiveSettings>, on_connected: fn()) -> Self {
+        let mut tcp = HttpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
+        tcp.set_keepalive(Some(PROBE_INTERVAL));
+        tcp.set_keepalive_interval(Some(PROBE_INTERVAL));
+        tcp.set_keepalive_retries(Some(PROBES_MAX));
+        tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
+        let names = Arc::new(DefaultServerNameResolver::default());
+        Self(Arc::new(ConnectRules {
+            tcp: HttpsConnector::new(tcp, tls.config(), false, names),
+            settings,
+            on_connected,
+        }))
+    }
+}
+
+impl Service<Uri> for EngineConnector {
+    type Response = EngineStream;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<EngineStream, BoxError>>;
+
+    fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let rules = Arc::clone(&self.0);
+        Box::pin(async move {
+            let time_max = rules.settings.current().connect_timeout();
+            let connected = timeout(time_max, rules.connect(uri)).await;
+            let connected = connected.map_err(io::Error::from)??;
+            (rules.on_connected)();
+            Ok(connected)
+        })
+    }
+}
+
+impl ConnectRules {
+    async fn connect(&self, uri: Uri) -> Result<EngineStream, BoxError> {
+        match socket_path(&uri) {
+            Some(path) => {
+                let stream = UnixStream::connect(path).await?;
+                Ok(EngineStream(Box::pin(TokioIo::new(stream))))
+            }
+            None => match self.tcp.clone().call(uri).await? {
+                MaybeHttpsStream::Http(stream) => Ok(EngineStream(Box::pin(stream))),
+                MaybeHttpsStream::Https(stream) => Ok(EngineStream(Box::pin(stream))),
+            },
+        }
+    }
+}
+
+/// An open connection to an engine.
+pub(crate) struct EngineStream(Pin<Box<dyn EngineIo>>);
+
+trait EngineIo: Read + Write + Send {}
+
+impl<T: Read + Write + Send> EngineIo for T {}
+
+impl Connection for EngineStream {
+    fn connected(&self) -> Connected {
+        Connected::new()
+    }
+}
+
+impl Read for EngineStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: ReadBufCursor<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.0.as_mut().poll_read(context, buffer)
+    }
+}
+
+impl Write for EngineStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.0.as_mut().poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.as_mut().poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.as_mut().poll_shutdown(context)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.0.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.0.as_mut().poll_write_vectored(context, parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_uri_names_a_host_or_a_socket_that_is_allowed() {
+        let uri = |rule, address: &str| engine_uri(rule, address, "/v1/models?a=b");
+        let host = uri(SocketRule::Refused, "https://h:1/base").unwrap();
+        assert_eq!(host, "https://h:1/base/v1/models?a=b");
+        assert_eq!(socket_path(&host), None);
+        let path = "/run/Übung_1.sock";
+        let socket = uri(SocketRule::Allowed, &format!("unix:{path}")).unwrap();
+        assert_eq!(socket_path(&socket).as_deref(), Some(Path::new(path)));
+        assert_eq!(socket.path_and_query().unwrap(), "/v1/models?a=b");
+        let longest = format!("unix:/{}", "x".repeat(106));
+        let socket = uri(SocketRule::Allowed, &longest).unwrap();
+        assert_eq!(socket_path(&socket).unwrap().as_os_str().len(), 107);
+        // Two paths are two pools of connections.
+        let other = uri(SocketRule::Allowed, "unix:/run/übung_1.sock").unwrap();
+        assert_ne!(socket.authority(), other.authority());
+        assert!(uri(SocketRule::Refused, "unix:/run/a").is_err());
+    }
+}
