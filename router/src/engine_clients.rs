@@ -1,5 +1,5 @@
-//! HTTP clients for engines' addresses: `http://HOST:PORT`, `https://HOST:PORT`, and `unix:/PATH`
-//! for a socket of this host (vLLM's `--uds`), which has a client of its own.
+//! HTTP clients of probes and other requests that no client waits for, by engines' addresses. A
+//! socket of this host (`unix:/PATH`) has a client of its own.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -23,8 +23,8 @@ use warmroute_process::tls::{EngineTls, socket_of};
 use crate::engine_clients::SocketRule;
 use crate::settings::LiveSettings;
 
-/// Of URIs whose authority is the path of a socket, in hexadecimal digits: authorities are compared
-/// without regard to case.
+/// The authority of such a URI is the path of a socket, in hexadecimal digits: authorities are
+/// compared without regard to case.
 const SOCKET_SCHEME: &str = "unix";
 
 /// An idle connection is probed after so long, and as often again. [`PROBES_MAX`] probes without an
