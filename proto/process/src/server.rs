@@ -58,6 +58,11 @@ const HEAD_BYTES_MAX: usize = 64 << 10;
 
 const HEADERS_MAX: usize = 128;
 
+/// Bytes in a socket's send buffer that are not sent yet, from which on nothing is written to it.
+/// The kernel would take megabytes for a client that does not read. What is on its way to a client
+/// is not bounded by it.
+const UNSENT_MAX: u32 = 128 << 10;
+
 /// Delay after a failed accept, mostly for lack of file descriptors, so that connections can close.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -377,6 +382,14 @@ impl Drop for OpenConnection {
     }
 }
 
+fn set_options(stream: &TcpStream) -> io::Result<()> {
+    // Small writes of tokens must not wait for each other.
+    stream.set_nodelay(true)?;
+    #[cfg(target_os = "linux")]
+    socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_MAX)?;
+    Ok(())
+}
+
 /// A connection and what serves it.
 struct ServedConnection {
     open: OpenConnection,
@@ -398,8 +411,7 @@ struct BegunConnection {
 
 impl ServedConnection {
     async fn run(self, stream: TcpStream) {
-        // Small writes of tokens must not wait for each other.
-        if let Err(error) = stream.set_nodelay(true) {
+        if let Err(error) = set_options(&stream) {
             tracing::debug!(%error, "connection closed immediately");
             return;
         }

@@ -169,7 +169,10 @@ impl EngineClient {
             let response = self.pooled.request(request).await;
             (response, CONNECTION.with(Cell::get))
         };
-        match CONNECTION.scope(Cell::new(EngineConnection::Reused), sent).await {
+        match CONNECTION
+            .scope(Cell::new(EngineConnection::Reused), sent)
+            .await
+        {
             (Err(error), EngineConnection::Reused)
                 if began.elapsed() <= STALE_MAX && is_closed(&error) =>
             {

@@ -207,7 +207,9 @@ impl App {
             let path = format!("/v1/responses/{id}");
             let request = || {
                 let (headers, body) = (headers.clone(), Bytes::new());
-                let built = self.engines.request(Method::GET, &url, &path, headers, body);
+                let built = self
+                    .engines
+                    .request(Method::GET, &url, &path, headers, body);
                 built.ok()
             };
             let Some(first) = request() else {

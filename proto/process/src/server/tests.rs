@@ -1,6 +1,8 @@
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::routing::{get, post};
+use futures_util::stream;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{sleep, timeout};
 
@@ -366,6 +368,47 @@ async fn a_client_that_does_not_read_is_cut_off() {
     };
     timeout(PATIENCE, closed).await.unwrap();
 }
+
+/// What a client does not read stays with the engine, not in the kernel's buffers.
+#[tokio::test]
+async fn little_of_an_unread_answer_is_taken_from_its_source() {
+    let taken = Arc::new(AtomicUsize::new(0));
+    let source = Arc::clone(&taken);
+    let endless = move || async move {
+        Body::from_stream(stream::repeat_with(move || {
+            source.fetch_add(PART.len(), Ordering::Relaxed);
+            Ok::<_, Infallible>(PART)
+        }))
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let tasks = TaskTracker::new();
+    let server = Server {
+        listener,
+        router: Router::new().route("/", get(endless)),
+        connections_max: 4,
+        connections: ConnectionMetrics::hidden().unwrap(),
+        clients: ClientRules::default(),
+    };
+    tasks.spawn(server.run(Shutdown::default(), tasks.clone()));
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let request = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
+    stream.write_all(request).await.unwrap();
+    // The client's own receive buffer is filled once bytes can be read.
+    stream.readable().await.unwrap();
+    let mut before = 0;
+    loop {
+        sleep(Duration::from_millis(100)).await;
+        let now = taken.load(Ordering::Relaxed);
+        if now == before {
+            break;
+        }
+        before = now;
+    }
+    assert!(before <= 512 << 10, "{before} bytes");
+}
+
+const PART: Bytes = Bytes::from_static(&[b'x'; 16 << 10]);
 
 /// A client that reads its connection, and gives its stream no room for the answer.
 #[tokio::test]
