@@ -333,7 +333,7 @@ class Checker:
 
         wait_for("a new generation", reborn)
         new = self.settle()[engine.name]
-        print(f"{served} requests served meanwhile; generation {old['generation']} -> {new['generation']}")
+        print(f"{served} requests served during it; generation {old['generation']} -> {new['generation']}")
         for number, prompt in enumerate(prompts):
             held = BLOCK_TOKENS if number < 2 else 0
             credit = self.credit(engine, prompt)

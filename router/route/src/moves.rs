@@ -5,7 +5,8 @@
 //! the same source, and the later request waits for the prefill of the earlier one. The router of
 //! the later request receives the earlier choice a moment after its own. Then it decides again
 //! ([`Core::reconsider`](super::Core::reconsider)) and moves the request if another source is
-//! cheaper by more than a margin. A move costs the delay instead of the prefill.
+//! cheaper by more than a margin and what its engine has computed. A move costs the delay and that,
+//! instead of the prefill.
 //!
 //! **Order of choices** needs no common clock: a message that took `delay` was decided `delay`
 //! before its arrival. Only a choice that was made before the own one causes a second decision.
@@ -26,8 +27,8 @@ use warmroute_proto::RouterId;
 
 use super::source_table::SourceId;
 
-/// After this an idle engine is deep in the prefill, and an abort saves no time.
-pub const MOVE_WINDOW_MAX: Duration = Duration::from_millis(15);
+/// Above the delay between two sites of one region.
+pub const MOVE_WINDOW_MAX: Duration = Duration::from_millis(60);
 
 /// Upper limit of watched requests: 200,000 a second for 5 ms.
 pub const WATCHED_MAX: usize = 1_000;
@@ -56,10 +57,21 @@ pub struct MoveTracker {
     pub(super) counts: MoveCounts,
 }
 
+/// A choice of another router.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerChoice {
+    pub peer: RouterId,
+    pub source: SourceId,
+    /// The prefill that its request needs.
+    pub prefill: Duration,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct MovableRequest {
     source: SourceId,
     sent: Instant,
+    /// From sending to the begin of its prefill, as far as is known.
+    wait: Duration,
 }
 
 impl MoveTracker {
@@ -78,16 +90,24 @@ impl MoveTracker {
         self.crossed.clear();
     }
 
-    /// Registers a request of this router. Returns the deadline for moving it, or `None` if it
-    /// cannot be moved.
-    pub fn sent(&mut self, slot: u64, source: SourceId, now: Instant) -> Option<Instant> {
+    /// Registers a request of this router, whose prefill is expected to begin after `wait`. Returns
+    /// the deadline for moving it, or `None` if it cannot be moved.
+    pub fn sent(
+        &mut self,
+        slot: u64,
+        source: SourceId,
+        wait: Duration,
+        now: Instant,
+    ) -> Option<Instant> {
         let longest = *self.delays.values().max().filter(|_| !self.is_over)?;
         self.expire(now);
         if self.open.len() >= WATCHED_MAX {
             self.counts.unwatched += 1;
             return None;
         }
-        self.open.insert(slot, MovableRequest { source, sent: now });
+        let sent = now;
+        self.open
+            .insert(slot, MovableRequest { source, sent, wait });
         Some(now + MOVE_WINDOW_MAX.min(longest))
     }
 
@@ -102,8 +122,22 @@ impl MoveTracker {
         self.open.get(&slot).map(|movable| movable.source)
     }
 
+    /// How long a movable request's prefill has run.
+    #[must_use]
+    pub fn prefilled_for(&self, slot: u64, now: Instant) -> Duration {
+        self.open.get(&slot).map_or(Duration::ZERO, |movable| {
+            let since = now.saturating_duration_since(movable.sent);
+            since.saturating_sub(movable.wait)
+        })
+    }
+
     /// Registers a choice of another router. `own` is this router.
-    pub fn peer_chose(&mut self, own: RouterId, peer: RouterId, source: SourceId, now: Instant) {
+    pub fn peer_chose(&mut self, own: RouterId, choice: PeerChoice, now: Instant) {
+        let PeerChoice {
+            peer,
+            source,
+            prefill,
+        } = choice;
         let Some(&delay) = self.delays.get(&peer) else {
             return;
         };
@@ -112,9 +146,12 @@ impl MoveTracker {
             let since = now.saturating_duration_since(sent);
             since < delay || (since == delay && peer < own)
         };
-        for (&slot, movable) in &self.open {
-            let crosses = movable.source == source && was_earlier(movable.sent);
-            if crosses && !self.crossed.contains(&slot) {
+        for (&slot, movable) in &mut self.open {
+            if movable.source != source || !was_earlier(movable.sent) {
+                continue;
+            }
+            movable.wait = movable.wait.saturating_add(prefill);
+            if !self.crossed.contains(&slot) {
                 self.crossed.push(slot);
             }
         }

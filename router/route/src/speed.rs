@@ -10,7 +10,6 @@ use warmroute_proto::load::SlotEnd;
 use super::backlog::{BacklogTime, PrefillBacklog};
 use super::fit::Line;
 use super::itl::{AnswerTiming, ItlModel};
-use super::moves::MOVE_WINDOW_MAX;
 use super::slots::SlotKey;
 use super::source_table::{PerSource, SourceId};
 use super::ttft::TtftModel;
@@ -19,8 +18,9 @@ use super::ttft::TtftModel;
 const FADE_EVERY: Duration = Duration::from_secs(5);
 const FADE_KEEP: f64 = 0.707;
 
-/// Longer than the delay between routers of one site.
-const CROSSING: Duration = MOVE_WINDOW_MAX;
+/// Longer than the delay between routers of one site. With longer times, requests that did not cross
+/// count too, and the learned speeds become wrong.
+const CROSSING: Duration = Duration::from_millis(15);
 
 #[derive(Clone, Debug, Default)]
 pub struct SpeedTracker {

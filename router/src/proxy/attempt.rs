@@ -1,8 +1,8 @@
 //! One attempt: a request on its way to one engine, until the engine's answer begins.
 //!
 //! While the request may still be moved (see [`crate::route::moves`]) the answer's head is held
-//! back until the first byte of its body is there or the time for moving is over, a few
-//! milliseconds at most. Engines send heads long before their first token, and a client that has a
+//! back until the first byte of its body is there or the time for moving is over, at most the delay
+//! between the routers. Engines send heads long before their first token, and a client that has a
 //! head cannot be served by another engine. With `first_token_timeout_secs` the head of a stream is
 //! held back for the same reason until its first byte or that time, and with `resume_streams` that
 //! of a stream that can be resumed, until its first byte. The head of any other answer is waited for
