@@ -36,6 +36,7 @@ use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use self::ahead::Grown;
 use self::blocks::{BlockArena, CHUNK};
+use self::room::Trim;
 use self::run::{Run, RunId};
 use self::runs::RunArena;
 use self::table::PrefixTable;
@@ -178,8 +179,7 @@ pub struct Tree {
     open: Vec<TierMask>,
     free: Vec<SourceNumber>,
     closed: Vec<SourceNumber>,
-    /// Free memory is returned without a reserve.
-    is_trimming: bool,
+    trim: Trim,
     nodes: usize,
     /// Number of (run, source in it) pairs.
     holders: usize,
@@ -201,7 +201,7 @@ impl Default for Tree {
             open: Vec::new(),
             free: Vec::new(),
             closed: Vec::new(),
-            is_trimming: false,
+            trim: Trim::Off,
             nodes: 0,
             holders: 0,
             heap: 0,

@@ -3,6 +3,7 @@
 use warmroute_proto::{PrefixHash, Tier};
 
 use super::blocks::CHUNK;
+use super::room::Trim;
 use super::run::RunId;
 use super::store::Range;
 use super::{ChangeError, Position, SourceHoldings, SourceNumber, Tree};
@@ -201,9 +202,11 @@ impl Tree {
             }
             left = left.saturating_sub(taken as usize + 1);
         }
-        if self.nodes == 0 || self.is_trimming {
-            self.is_trimming = self.compact_to(left, 0, 0);
-            return self.is_trimming;
+        if self.nodes == 0 {
+            self.trim = Trim::Requested;
+        }
+        if self.trim != Trim::Off {
+            return self.trim_step(left);
         }
         let in_use = self.blocks.bytes() - self.blocks.spare_bytes();
         self.compact(left, (in_use / 8).max(SPARE_MIN))

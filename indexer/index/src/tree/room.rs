@@ -17,6 +17,19 @@ pub(super) const fn heap(bytes: usize) -> usize {
     }
 }
 
+/// Return of free memory without a reserve.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trim {
+    Off,
+    /// Begins when the closed sources are freed.
+    Requested,
+    /// What may still be freed: at first, all that was free at the beginning.
+    Left {
+        spare_bytes: usize,
+        free_runs: usize,
+    },
+}
+
 impl Tree {
     /// Bytes of all memory that the tree keeps, in use or free.
     #[must_use]
@@ -58,10 +71,36 @@ impl Tree {
         !self.closed.is_empty()
     }
 
-    /// From now on [`Self::reclaim`] frees the memory that closed sources leave without a reserve for
-    /// new blocks, until it is done.
+    /// [`Self::reclaim`] frees the memory that closed sources leave without a reserve for new blocks,
+    /// once: memory that other sources free later is treated as without this call.
     pub const fn trim(&mut self) {
-        self.is_trimming = true;
+        self.trim = Trim::Requested;
+    }
+
+    /// One step of [`Self::trim`]. Returns true while work remains.
+    ///
+    /// A step with a budget frees a chunk or a run, or is the last one. What it frees is subtracted
+    /// from what was free at the beginning. So the number of steps is bounded, also where other
+    /// sources free more between two steps than one step can move.
+    pub(super) fn trim_step(&mut self, blocks_max: usize) -> bool {
+        let (bytes, runs) = (self.blocks.spare_bytes(), self.runs.free_count());
+        let (spare_bytes, free_runs) = match self.trim {
+            Trim::Left {
+                spare_bytes,
+                free_runs,
+            } => (spare_bytes, free_runs),
+            Trim::Off | Trim::Requested => (bytes, runs),
+        };
+        let less = usize::saturating_sub;
+        let is_more = self.compact_to(blocks_max, less(bytes, spare_bytes), less(runs, free_runs));
+        self.trim = match is_more {
+            true => Trim::Left {
+                spare_bytes: less(spare_bytes, less(bytes, self.blocks.spare_bytes())),
+                free_runs: less(free_runs, less(runs, self.runs.free_count())),
+            },
+            false => Trim::Off,
+        };
+        is_more
     }
 
     /// Moves about `blocks_max` blocks or links. Frees chunks until at most `spare_max` bytes are

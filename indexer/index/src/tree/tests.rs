@@ -425,6 +425,40 @@ fn memory_of_closed_sources_is_freed() {
     }
 }
 
+/// Each batch frees twice as many chunks as a step moves: there is free memory after every step.
+#[test]
+fn trimming_ends_under_a_steady_stream_of_stores_and_removals() {
+    const BATCH: u64 = 8;
+    const PROMPTS: u64 = 1_000;
+    let mut tree = Tree::new();
+    let (stays, leaves) = (tree.open(), tree.open());
+    let path = |name: u64| (0..16).map(|at| name << 8 | at).collect::<Vec<_>>();
+    for name in 0..PROMPTS {
+        tree.apply(leaves, &stored(&[], &path(1 << 32 | name), Tier::Gpu))
+            .unwrap();
+        tree.apply(stays, &stored(&[], &path(name), Tier::Gpu))
+            .unwrap();
+    }
+    tree.close(leaves);
+    tree.trim();
+    let full = tree.bytes();
+    // A step frees 4 chunks of the source that left, then moves 4.
+    let steps_max = 2 * PROMPTS / 4 + 50;
+    for name in 0..steps_max * BATCH {
+        tree.apply(stays, &stored(&[], &path(PROMPTS + name), Tier::Gpu))
+            .unwrap();
+        let evicted = path(name);
+        let chains: Vec<_> = (1..=16).rev().map(|to| &evicted[..to]).collect();
+        tree.apply(stays, &removed(&chains, Tier::Gpu)).unwrap();
+        if name % BATCH == BATCH - 1 {
+            tree.reclaim(64);
+        }
+    }
+    tree.check();
+    assert!(tree.trim == Trim::Off, "trimming has not ended");
+    assert!(tree.bytes() * 10 < full * 6, "{} of {full}", tree.bytes());
+}
+
 /// A run that grows, has a child, and grows again.
 #[test]
 fn what_was_added_ahead_goes_with_what_hangs_at_it() {
