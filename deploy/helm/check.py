@@ -37,7 +37,28 @@ WRONG = [
     {"ha": {"enabled": "yes"}},
     {"ha": {"streamReplicas": 2}},
     {"nats": {"url": ""}},
+    # A field of the chart's own would stand twice.
+    {"router": {"pod": {"volumes": []}}},
+    {"worker": {"pod": {"tolerations": []}}},
+    {"indexer": {"podAnnotations": {"a": 1}}},
+    {"image": {"pullPolicy": "always"}},
 ]
+# Values of a form that their names imply.
+FORMS = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "env": [{"name": "EXTRA", "value": "1"}],
+    "volumes": [{"name": "extra", "secret": {"secretName": "extra"}}],
+    "volumeMounts": [{"name": "extra", "mountPath": "/etc/extra", "readOnly": True}],
+    "podAnnotations": {"example.com/pod": "yes"},
+    "serviceAnnotations": {"example.com/service": "yes"},
+    "serviceAccountName": "existing",
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "pod": {"priorityClassName": "high"},
+    "pullPolicy": "Always",
+    "args": ["--other"],
+}
 
 
 def render(chart, values):
@@ -118,7 +139,9 @@ def validate(docs):
 def changes(values, path=()):
     """Each leaf of the values with another value of its type."""
     for name, value in values.items():
-        if isinstance(value, dict) and value and name != "resources" and name != "shimResources":
+        if name in FORMS:
+            yield (*path, name), FORMS[name]
+        elif isinstance(value, dict) and value and name != "resources":
             yield from changes(value, (*path, name))
         elif path == ("ha",) and name == "streamReplicas":
             yield (*path, name), 5
@@ -128,8 +151,6 @@ def changes(values, path=()):
             yield (*path, name), value + 3
         elif isinstance(value, str):
             yield (*path, name), "1m" if name == "interval" else f"{value}x"
-        elif isinstance(value, list):
-            yield (*path, name), ["--other"]
         else:
             yield (*path, name), {"other": {"cpu": "3"}}
 
@@ -150,6 +171,28 @@ def check_values(chart, defaults):
             inner = inner[name]
         inner[path[-1]] = not inner[path[-1]] if isinstance(changed, bool) else changed
         assert render(chart, values) != render(chart, used), f"{path} has no effect"
+
+
+def check_forms(chart, defaults):
+    """With all values of a form set, the objects are valid, and each container can mount its volumes."""
+    values = copy.deepcopy(defaults)
+    for path, changed in changes(defaults):
+        if path[-1] in FORMS:
+            inner = values
+            for name in path[:-1]:
+                inner = inner[name]
+            inner[path[-1]] = changed
+    docs = rendered(chart, values)
+    validate(docs)
+    for doc in docs:
+        pod = doc.get("spec", {}).get("template", {}).get("spec", {})
+        volumes = [volume["name"] for volume in pod.get("volumes", [])]
+        assert len(volumes) == len(set(volumes)), volumes
+        for container in pod.get("initContainers", []) + pod.get("containers", []):
+            mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+            assert mounted <= set(volumes), (container["name"], mounted)
+        for field in ("serviceAccountName", "nodeSelector", "tolerations", "imagePullSecrets"):
+            assert not pod or pod[field] == FORMS[field], doc["metadata"]
 
 
 def check_refusals(chart):
@@ -209,6 +252,7 @@ def main():
         check_equal(chart, sorted(SWITCHES, key=lambda component: component == "autoscaling"))
         validate(rendered(chart, yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))))
         check_values(chart, chart.values)
+        check_forms(chart, chart.values)
         check_refusals(chart)
         check_without_workers(chart)
         check_replacement(chart)

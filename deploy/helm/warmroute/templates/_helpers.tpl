@@ -1,5 +1,30 @@
 {{- define "warmroute.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+image: {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- with .Values.image.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* Fields of a part's pod that are absent unless set. */ -}}
+{{- define "warmroute.podFields" -}}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $field := list "serviceAccountName" "nodeSelector" "tolerations" "affinity" }}
+{{- with index $.part $field }}
+{{ $field }}: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- with .part.pod }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* A list's further items. */ -}}
+{{- define "warmroute.further" -}}
+{{- with . }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "warmroute.labels" -}}
