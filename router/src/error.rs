@@ -28,6 +28,9 @@ pub(crate) enum ProxyError {
     BodyEncoded,
     #[error("The model `{0}` does not exist.")]
     UnknownModel(String),
+    /// The request names no model, but a stored answer, whose worker is not known.
+    #[error("Several models are served: name one in `model`.")]
+    ModelOfAnswer(String),
     #[error("There is no route {0}.")]
     UnknownPath(String),
     #[error("The method is not allowed here.")]
@@ -89,6 +92,12 @@ impl ProxyError {
                 let error = openai::OpenAiError::model_not_found(model);
                 return (StatusCode::NOT_FOUND, error);
             }
+            Self::ModelOfAnswer(_) => {
+                return (
+                    StatusCode::BAD_REQUEST,
+                    openai::OpenAiError::missing_model(),
+                );
+            }
             Self::Tenant(refusal) => return tenant_form(refusal),
             Self::Malformed(_) => (400, ErrorType::InvalidRequest, "malformed"),
             Self::BodyTimeout => (408, ErrorType::InvalidRequest, "malformed"),
@@ -132,6 +141,7 @@ impl ProxyError {
             | Self::BodyTimeout
             | Self::BodyEncoded
             | Self::UnknownModel(_)
+            | Self::ModelOfAnswer(_)
             | Self::UnknownPath(_)
             | Self::Method
             | Self::Upstream

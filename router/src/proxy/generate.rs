@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::extract::Request;
+use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use axum::response::Response;
 use futures_util::future::join_all;
@@ -89,7 +90,7 @@ async fn serve(
         previous,
         sample,
         resume,
-    } = planned(app, call, &mut wait, route, body).await?;
+    } = planned(app, call, &mut wait, route, &parts.headers, body).await?;
     if let Some(rewritten) = rewritten {
         app.bodies.replace(body, rewritten)?;
     }
@@ -146,20 +147,28 @@ async fn serve(
     Ok((answer, readers))
 }
 
-/// The request's plan, after a wait where no worker serves its model yet.
+/// The request's plan, after a wait where no worker serves its model yet, or a search for the answer
+/// that it continues where only that names a model.
 async fn planned(
     app: &App,
     call: &mut Call,
     wait: &mut WorkerWait,
     route: openai::PromptRoute,
+    headers: &HeaderMap,
     body: &BufferedBody,
 ) -> Result<Plan, ProxyError> {
+    let mut is_searched = false;
     let plan = loop {
         let began = Instant::now();
         match app.plan(call.tenant(), route, body).await {
             Ok(plan) => {
                 call.report.step(TraceStep::Tokenize, began);
                 break plan;
+            }
+            Err(ProxyError::ModelOfAnswer(id)) if !is_searched => {
+                is_searched = true;
+                // The next attempt knows the answer's worker, if one has it.
+                app.previous_worker(call, headers, Some(id)).await?;
             }
             Err(error) => {
                 // A tenant takes no waiting place for a model that it may not use.

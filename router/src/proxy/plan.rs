@@ -202,6 +202,10 @@ pub(super) fn begin(
     if parsed.info.model.is_none() {
         let previous = parsed.info.previous_response.as_deref();
         parsed.info.model = previous.and_then(|id| (inputs.answer_models)(id));
+        let is_open = parsed.info.model.is_none() && !inputs.catalog.models.is_empty();
+        if let Some(id) = previous.filter(|_| is_open && inputs.catalog.only_model().is_none()) {
+            return Err(ProxyError::ModelOfAnswer(id.to_owned()));
+        }
     }
     let (name, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
     // Before the prompt is read: the time would show that the model exists.

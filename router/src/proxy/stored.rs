@@ -14,7 +14,7 @@ use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
 use futures_util::{StreamExt as _, stream};
-use tokio::sync::Semaphore;
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use warmroute_process::access::keys::KeyId;
 use warmroute_proto::WorkerId;
@@ -51,11 +51,23 @@ const SEARCH_MAX: Duration = Duration::from_secs(10);
 /// Ids that are asked for at a time. Further requests wait for their turn, up to [`ASKED_FOR_MAX`].
 const SEARCHES_MAX: usize = 16;
 
+/// Those of one tenant, so that one with unknown ids takes no turn from the others while a worker
+/// hangs.
+const SEARCHES_OF_TENANT_MAX: usize = 4;
+
 /// The worker and the tenant of each answer.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredResponses {
     table: Arc<Mutex<OwnerTable>>,
     searches: Arc<Semaphore>,
+    /// One for each tenant with a search that runs or waits.
+    tenant_searches: Arc<Mutex<HashMap<KeyId, Arc<Semaphore>>>>,
+}
+
+/// The turn of one search.
+struct SearchTurn {
+    _all: OwnedSemaphorePermit,
+    _of_tenant: Option<OwnedSemaphorePermit>,
 }
 
 impl Default for StoredResponses {
@@ -63,6 +75,7 @@ impl Default for StoredResponses {
         Self {
             table: Arc::default(),
             searches: Arc::new(Semaphore::new(SEARCHES_MAX)),
+            tenant_searches: Arc::default(),
         }
     }
 }
@@ -94,6 +107,35 @@ impl StoredResponses {
             Some(owner) if owner.tenant.as_ref() == tenant => Ok(Some(owner.worker.clone())),
             Some(_) => Err(TenantRefusal::ForeignAnswer.into()),
         }
+    }
+
+    /// Waits for a turn to search.
+    async fn turn(&self, tenant: Option<&KeyId>) -> Result<SearchTurn, ProxyError> {
+        let of_tenant = tenant.map(|tenant| self.of_tenant(tenant));
+        let turn = async {
+            // A request that waits for its tenant's others takes no turn of all.
+            let of_tenant = match of_tenant {
+                Some(turns) => Some(turns.acquire_owned().await?),
+                None => None,
+            };
+            let all = Arc::clone(&self.searches).acquire_owned().await?;
+            Ok::<_, AcquireError>(SearchTurn {
+                _all: all,
+                _of_tenant: of_tenant,
+            })
+        };
+        match timeout(ASKED_FOR_MAX, turn).await {
+            Ok(Ok(turn)) => Ok(turn),
+            Ok(Err(_)) | Err(_) => Err(ProxyError::OwnerUnknown),
+        }
+    }
+
+    fn of_tenant(&self, tenant: &KeyId) -> Arc<Semaphore> {
+        let searches = self.tenant_searches.lock();
+        let mut searches = searches.unwrap_or_else(PoisonError::into_inner);
+        searches.retain(|_, turns| Arc::strong_count(turns) > 1);
+        let turns = searches.entry(tenant.clone());
+        Arc::clone(turns.or_insert_with(|| Arc::new(Semaphore::new(SEARCHES_OF_TENANT_MAX))))
     }
 
     /// Takes the beginning of an answer to `/v1/responses`.
@@ -156,11 +198,7 @@ impl App {
         if let Some(worker) = known()? {
             return Ok(Some(worker));
         }
-        let searches = Arc::clone(&self.stored.searches);
-        let turn = timeout(ASKED_FOR_MAX, searches.acquire_owned()).await;
-        let Ok(Ok(_turn)) = turn else {
-            return Err(ProxyError::OwnerUnknown);
-        };
+        let _turn = self.stored.turn(call.tenant_name()).await?;
         // Another request may have found it.
         if let Some(worker) = known()? {
             return Ok(Some(worker));
@@ -229,6 +267,7 @@ impl App {
             match reply {
                 WorkerReply::Has(worker) => return Ok(Some(worker)),
                 WorkerReply::HasNot => {}
+                // It may have the answer: that all others have not is no proof, and is not kept.
                 WorkerReply::Unknown => none = Err(ProxyError::OwnerUnknown),
             }
         }
@@ -314,6 +353,27 @@ mod tests {
             Ok(Some(a.worker))
         );
         assert!(stored.worker_for("resp_1", b.tenant.as_ref()).is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_tenant_with_unknown_ids_leaves_turns_to_the_others() {
+        let stored = StoredResponses::default();
+        let [a, b] = ["a", "b"].map(|name| name.parse::<KeyId>().unwrap());
+        let mut turns = Vec::new();
+        for _ in 0..SEARCHES_OF_TENANT_MAX {
+            turns.push(stored.turn(Some(&a)).await.unwrap());
+        }
+        assert!(stored.turn(Some(&a)).await.is_err());
+        turns.push(stored.turn(Some(&b)).await.unwrap());
+        while turns.len() < SEARCHES_MAX {
+            turns.push(stored.turn(None).await.unwrap());
+        }
+        assert!(stored.turn(Some(&b)).await.is_err(), "no more in all");
+        turns.clear();
+        assert!(stored.turn(Some(&a)).await.is_ok());
+        stored.of_tenant(&b);
+        let kept = stored.tenant_searches.lock().unwrap().len();
+        assert_eq!(kept, 1, "tenants without a search are forgotten");
     }
 
     #[test]

@@ -201,7 +201,15 @@ async fn a_stored_response_is_asked_of_the_worker_that_has_it() {
         let response = world.send("/v1/responses", &next).await;
         assert_eq!(response.status(), if id == "resp_0" { 200 } else { 400 });
     }
-    assert_eq!(engines[0].asked(), 6);
+    assert_eq!(engines[0].last().path, "/v1/responses/resp_none");
+    // One of another router is searched for.
+    other.stores("resp_far");
+    let next = json!({"input": "x", "previous_response_id": "resp_far"});
+    for _ in 0..2 {
+        let response = world.send("/v1/responses", &next).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(other.last().path, "/v1/responses");
+    }
     world.until_quiet().await;
 }
 
