@@ -194,6 +194,17 @@ fn shape(name: &str) {
             world.before += 8e6;
             world.tell("restored");
         }
+        "shrunk" => {
+            let mut world = World::new(40);
+            sessions(&mut world, 80_000);
+            world.tell("full");
+            for number in world.sources.split_off(5) {
+                world.tree.close(number);
+            }
+            world.tree.trim();
+            while world.tree.reclaim(64) {}
+            world.tell("shrunk");
+        }
         other => panic!("{other}"),
     }
 }
@@ -204,7 +215,7 @@ fn estimate_is_what_the_process_takes() {
         shape(&name);
         return;
     }
-    for name in ["sessions", "singles", "shared", "image"] {
+    for name in ["sessions", "singles", "shared", "image", "shrunk"] {
         let told = child("estimate_is_what_the_process_takes", name);
         assert!(!told.is_empty());
         // What was freed stays with the process, and is used again.

@@ -36,8 +36,12 @@ const SCALING_MAX: Duration = Duration::from_secs(120);
 /// Longer than Prometheus takes to scrape a change and to evaluate its rules.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// An indexer's memory is back: at most so many times as much as before the fleet grew.
+/// An indexer's memory is back: at most so many times as much as before the fleet grew, and its
+/// process's as that of an indexer that never knew the larger fleet.
 const BACK: f64 = 1.2;
+
+/// Bytes by which two processes of equal content may differ: buffers and arenas of their threads.
+const RESIDENT_FLOOR: f64 = 4e6;
 
 const ENGINES: Engines = Engines {
     count: START,
@@ -203,6 +207,11 @@ async fn memory(fleet: &Fleet, index: usize) -> f64 {
     indexer_metric(fleet, index, "memory_estimated_bytes").await
 }
 
+/// Memory of an indexer's process.
+async fn resident(fleet: &Fleet, index: usize) -> f64 {
+    indexer_metric(fleet, index, "resident_bytes").await
+}
+
 /// Blocks that an indexer holds, those of sources that left its metrics too.
 async fn blocks(fleet: &Fleet, index: usize) -> u64 {
     let digest = fleet.get(format!("{}/v1/digest", fleet.indexes()[index]));
@@ -215,7 +224,7 @@ async fn blocks(fleet: &Fleet, index: usize) -> u64 {
 /// snapshots and messages too.
 async fn print_memory(fleet: &Fleet, index: usize, when: &str) -> f64 {
     let kept = memory(fleet, index).await;
-    let resident = indexer_metric(fleet, index, "resident_bytes").await;
+    let resident = resident(fleet, index).await;
     let blocks = blocks(fleet, index).await;
     println!("indexer {index}, {when}: {kept} bytes kept, {resident} resident, {blocks} blocks");
     kept
@@ -343,6 +352,8 @@ async fn workers_come_and_go_under_load_and_leave_nothing() {
     fleet.until_within(most, "memory is freed", freed).await;
     print_memory(&fleet, 0, "with the workers that stay").await;
     print_memory(&fleet, 1, "restarted").await;
+    let (old, new) = (resident(&fleet, 0).await, resident(&fleet, 1).await);
+    assert!(old <= BACK * new + RESIDENT_FLOOR, "{old}, {new}");
     let fired = prometheus.fired(&fleet).await;
     assert!(fired.is_empty(), "an operator was woken: {fired:#?}");
 }
