@@ -87,7 +87,7 @@ else
       exit 1
     fi
     kinds=()
-    [ "$overlay" != "$all" ] || kinds=(PodMonitor PodDisruptionBudget HorizontalPodAutoscaler NetworkPolicy)
+    [ "$overlay" != "$all" ] || kinds=(PodMonitor PodDisruptionBudget HorizontalPodAutoscaler NetworkPolicy CronJob)
     "$python" kubernetes/check.py kubernetes/pod-monitor.schema.json "${kinds[@]}" <<<"$made" >/dev/null
   done
   rm -rf "$all" "$guide"
@@ -97,6 +97,7 @@ else
   grep -q 'set \$routers routers:8080;' nginx/nginx.conf
   # The user that the manifests name.
   grep -q 'user: shim,' nats/nats.conf
+  grep -q 'user: doctor,' nats/nats.conf
   passed kubernetes
 fi
 

@@ -176,6 +176,7 @@ def check_values(chart, defaults):
 def check_forms(chart, defaults):
     """With all values of a form set, the objects are valid, and each container can mount its volumes."""
     values = copy.deepcopy(defaults)
+    values["doctor"]["enabled"] = True
     for path, changed in changes(defaults):
         if path[-1] in FORMS:
             inner = values
@@ -185,7 +186,8 @@ def check_forms(chart, defaults):
     docs = rendered(chart, values)
     validate(docs)
     for doc in docs:
-        pod = doc.get("spec", {}).get("template", {}).get("spec", {})
+        spec = doc.get("spec", {})
+        pod = spec.get("jobTemplate", {}).get("spec", spec).get("template", {}).get("spec", {})
         volumes = [volume["name"] for volume in pod.get("volumes", [])]
         assert len(volumes) == len(set(volumes)), volumes
         for container in pod.get("initContainers", []) + pod.get("containers", []):
@@ -229,6 +231,7 @@ def check_image(chart):
     text = yaml.safe_dump_all(rendered(chart, {}))
     version = re.search('^version = "(.*)"', CARGO.read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert [chart.metadata["version"], chart.metadata["appVersion"]] == [version, version]
+    # Router, indexer, shim and init.
     assert text.count(f"image: warmroute:{version}\n") == 4, text
 
 

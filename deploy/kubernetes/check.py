@@ -14,8 +14,14 @@ import yaml
 VERSION = "1.29"
 
 
+def template(doc):
+    """The template of the pods that an object makes."""
+    spec = doc.get("spec", {})
+    return spec.get("jobTemplate", {}).get("spec", spec).get("template", {})
+
+
 def pod(doc):
-    return doc.get("spec", {}).get("template", {}).get("spec", {})
+    return template(doc).get("spec", {})
 
 
 def containers(doc):
@@ -60,11 +66,7 @@ def main():
             kubernetes_validate.validate(doc, VERSION, strict=True)
     check_autoscaling(docs)
     named = {(doc["kind"], doc["metadata"]["name"]) for doc in docs}
-    by_labels = [
-        doc["spec"]["template"]["metadata"]["labels"]
-        for doc in docs
-        if "template" in doc.get("spec", {})
-    ]
+    by_labels = [template(doc)["metadata"]["labels"] for doc in docs if template(doc)]
     for doc in docs:
         spec = doc.get("spec", {})
         check_readiness(doc)
