@@ -9,12 +9,12 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::http::Uri;
-use axum::http::uri::InvalidUri;
 use futures_util::future::BoxFuture;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_rustls::{DefaultServerNameResolver, HttpsConnector, MaybeHttpsStream};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
+use reqwest::Url;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tower::{BoxError, Service};
@@ -36,18 +36,36 @@ const PROBES_MAX: u32 = 3;
 /// Bytes that the other side does not acknowledge for so long end the connection.
 const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(30);
 
-/// The URI of a path at an engine's address. A socket is an error if it is not allowed.
-pub(crate) fn engine_uri(rule: SocketRule, address: &str, path: &str) -> Result<Uri, InvalidUri> {
+/// An engine's address that is neither an `http` or `https` URL nor a socket that is allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the worker's URL does not parse, or is a socket that is not allowed")]
+pub(crate) struct AddressError;
+
+/// The URI of a path at an engine's address.
+pub(crate) fn engine_uri(rule: SocketRule, address: &str, path: &str) -> Result<Uri, AddressError> {
     let socket = match rule {
         SocketRule::Allowed => socket_of(address),
         SocketRule::Refused => None,
     };
     let Some(socket) = socket else {
-        return Uri::try_from(format!("{address}{path}"));
+        return http_uri(address, path).or_else(|_| {
+            // Probes accept what is not in normal form, as a shim may register it.
+            let url = Url::parse(address).map_err(|_| AddressError)?;
+            http_uri(url.as_str().trim_end_matches('/'), path)
+        });
     };
     let bytes = socket.as_os_str().as_encoded_bytes().iter();
     let digits: String = bytes.map(|byte| format!("{byte:02x}")).collect();
-    Uri::try_from(format!("{SOCKET_SCHEME}://{digits}{path}"))
+    Uri::try_from(format!("{SOCKET_SCHEME}://{digits}{path}")).map_err(|_| AddressError)
+}
+
+/// No other scheme: [`SOCKET_SCHEME`] names any socket of this host.
+fn http_uri(address: &str, path: &str) -> Result<Uri, AddressError> {
+    let uri = Uri::try_from(format!("{address}{path}")).map_err(|_| AddressError)?;
+    match uri.scheme_str() {
+        Some("http" | "https") => Ok(uri),
+        Some(_) | None => Err(AddressError),
+    }
 }
 
 /// Whether a URI of [`engine_uri`] names a socket.
@@ -202,6 +220,27 @@ mod tests {
         // Two paths are two pools of connections.
         let other = uri(SocketRule::Allowed, "unix:/run/übung_1.sock").unwrap();
         assert_ne!(socket.authority(), other.authority());
-        assert!(uri(SocketRule::Refused, "unix:/run/a").is_err());
+        for address in ["unix:/run/a", "unix:///run/a", "unix://2f72756e2f61", "h:1"] {
+            assert_eq!(uri(SocketRule::Refused, address), Err(AddressError));
+        }
+        // The form of a socket's URI is no address.
+        let raw = uri(SocketRule::Allowed, "unix://2f72756e2f61");
+        assert_eq!(raw, Err(AddressError));
+    }
+
+    #[test]
+    fn an_address_is_read_as_probes_read_it() {
+        for (address, shown) in [
+            ("http:/10.0.0.1:8000", "http://10.0.0.1:8000/x"),
+            (
+                "http://gpu-ä.example:8000",
+                "http://xn--gpu--ooa.example:8000/x",
+            ),
+            ("HTTPS://h", "https://h/x"),
+            ("http://[::1]:8000", "http://[::1]:8000/x"),
+        ] {
+            let uri = engine_uri(SocketRule::Refused, address, "/x").unwrap();
+            assert_eq!(uri, shown, "{address}");
+        }
     }
 }

@@ -169,7 +169,7 @@ impl Fleet {
         addresses.take(max).collect()
     }
 
-    /// A model that the worker serves.
+    /// The first model that the worker serves: an engine reads a request without a model so.
     pub(crate) fn model_of(&self, worker: &WorkerId) -> Option<String> {
         self.state().get(worker)?.entry.models.first().cloned()
     }

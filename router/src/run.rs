@@ -65,7 +65,7 @@ const ADMIN_CONNECTIONS_MAX: usize = 256;
 const ADMIN_WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time after which a client's connection or stream ends that takes nothing of its answer. It would
-/// keep a connection, and with a key a slot. A client may read as slowly as it likes.
+/// keep a connection, and with a key a slot. The time begins again with each 16 KiB taken.
 const PUBLIC_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time before the end of the drain for the answers to requests that wait for a worker.

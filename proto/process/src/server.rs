@@ -60,8 +60,9 @@ const HEADERS_MAX: usize = 128;
 
 /// Bytes in a socket's send buffer that are not sent yet, from which on nothing is written to it.
 /// The kernel would take megabytes for a client that does not read. What is on its way to a client
-/// is not bounded by it.
-const UNSENT_MAX: u32 = 128 << 10;
+/// is not bounded by it. A blocked write goes on when half of it is sent, so the write timeout ends a
+/// client that takes less within it.
+const UNSENT_MAX: u32 = 32 << 10;
 
 /// Delay after a failed accept, mostly for lack of file descriptors, so that connections can close.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -386,7 +387,9 @@ fn set_options(stream: &TcpStream) -> io::Result<()> {
     // Small writes of tokens must not wait for each other.
     stream.set_nodelay(true)?;
     #[cfg(target_os = "linux")]
-    socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_MAX)?;
+    if let Err(error) = socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_MAX) {
+        tracing::debug!(%error, "unsent bytes of a connection are not bounded");
+    }
     Ok(())
 }
 

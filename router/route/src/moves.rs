@@ -25,12 +25,13 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use warmroute_proto::RouterId;
 
+use super::slots::SlotKey;
 use super::source_table::SourceId;
 
 /// Above the delay between two sites of one region.
 pub const MOVE_WINDOW_MAX: Duration = Duration::from_millis(60);
 
-/// Upper limit of watched requests: 200,000 a second for 5 ms.
+/// Upper limit of watched requests: 200,000 a second for 5 ms, 20,000 for 50 ms.
 pub const WATCHED_MAX: usize = 1_000;
 
 /// Own choices that an earlier choice of another router crossed, by result.
@@ -60,18 +61,21 @@ pub struct MoveTracker {
 /// A choice of another router.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerChoice {
-    pub peer: RouterId,
+    pub slot: SlotKey,
     pub source: SourceId,
     /// The prefill that its request needs.
     pub prefill: Duration,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct MovableRequest {
     source: SourceId,
     sent: Instant,
-    /// From sending to the begin of its prefill, as far as is known.
+    until: Instant,
+    /// From sending to the begin of its prefill, as far as was known then.
     wait: Duration,
+    /// Earlier choices of other routers, which are ahead of it.
+    crossed_by: Vec<PeerChoice>,
 }
 
 impl MoveTracker {
@@ -105,10 +109,16 @@ impl MoveTracker {
             self.counts.unwatched += 1;
             return None;
         }
-        let sent = now;
-        self.open
-            .insert(slot, MovableRequest { source, sent, wait });
-        Some(now + MOVE_WINDOW_MAX.min(longest))
+        let until = now + MOVE_WINDOW_MAX.min(longest);
+        let movable = MovableRequest {
+            source,
+            sent: now,
+            until,
+            wait,
+            crossed_by: Vec::new(),
+        };
+        self.open.insert(slot, movable);
+        Some(until)
     }
 
     /// Its answer began, or it ended or was moved: it stays.
@@ -126,18 +136,16 @@ impl MoveTracker {
     #[must_use]
     pub fn prefilled_for(&self, slot: u64, now: Instant) -> Duration {
         self.open.get(&slot).map_or(Duration::ZERO, |movable| {
-            let since = now.saturating_duration_since(movable.sent);
-            since.saturating_sub(movable.wait)
+            let crossed = movable.crossed_by.iter().map(|choice| choice.prefill);
+            let begun = movable.wait.saturating_add(crossed.sum());
+            now.saturating_duration_since(movable.sent)
+                .saturating_sub(begun)
         })
     }
 
     /// Registers a choice of another router. `own` is this router.
     pub fn peer_chose(&mut self, own: RouterId, choice: PeerChoice, now: Instant) {
-        let PeerChoice {
-            peer,
-            source,
-            prefill,
-        } = choice;
+        let (peer, source) = (choice.slot.router, choice.source);
         let Some(&delay) = self.delays.get(&peer) else {
             return;
         };
@@ -150,10 +158,17 @@ impl MoveTracker {
             if movable.source != source || !was_earlier(movable.sent) {
                 continue;
             }
-            movable.wait = movable.wait.saturating_add(prefill);
+            movable.crossed_by.push(choice);
             if !self.crossed.contains(&slot) {
                 self.crossed.push(slot);
             }
+        }
+    }
+
+    /// A request of another router left its source before its first token, as one that moves does.
+    pub fn peer_left(&mut self, slot: SlotKey) {
+        for movable in self.open.values_mut() {
+            movable.crossed_by.retain(|choice| choice.slot != slot);
         }
     }
 
@@ -164,7 +179,7 @@ impl MoveTracker {
 
     fn expire(&mut self, now: Instant) {
         while let Some(oldest) = self.open.first_entry()
-            && now.saturating_duration_since(oldest.get().sent) > MOVE_WINDOW_MAX
+            && now > oldest.get().until
         {
             oldest.remove();
         }

@@ -587,10 +587,10 @@ impl Core {
         })
     }
 
-    fn peer_chose(&mut self, peer: RouterId, source: SourceId, tokens: u32, now: Instant) {
+    fn peer_chose(&mut self, slot: SlotKey, source: SourceId, tokens: u32, now: Instant) {
         let secs = self.speed.prefill_secs(source, tokens.into());
         let choice = PeerChoice {
-            peer,
+            slot,
             source,
             prefill: duration(secs),
         };
@@ -623,10 +623,13 @@ impl Core {
                         .predictions
                         .sent(router, *counter, source, prompt);
                     if router != own {
-                        self.peer_chose(router, source, *prefill_tokens, now);
+                        self.peer_chose(slot, source, *prefill_tokens, now);
                     }
                 }
                 (Applied::Freed(source, _), LoadChange::Free { counter, end }) => {
+                    if router != own && *end == SlotEnd::Aborted {
+                        self.moves.peer_left(slot);
+                    }
                     let active_requests = self.concurrent(source, now).saturating_add(1);
                     self.speed.ended(slot, *end, active_requests, now);
                     self.end_prefill(source, now);

@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use axum::http::uri::InvalidUri;
 use bytes::Bytes;
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
@@ -21,6 +20,7 @@ use hyper_util::client::legacy;
 use super::App;
 use super::engine_client::EngineResponse;
 use super::forward::{ForwardedRequest, Routing};
+use crate::engine_connector::AddressError;
 use crate::engine_error::with_causes;
 use crate::fleet::TrackedRequest;
 use crate::metrics::{CancelPhase, Metrics};
@@ -47,8 +47,8 @@ pub(super) struct EngineHead {
 /// Why an attempt has no answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AttemptError {
-    #[error("the worker's URL does not parse")]
-    Address(#[from] InvalidUri),
+    #[error(transparent)]
+    Address(#[from] AddressError),
     #[error("{}", with_causes(.0))]
     Request(#[from] legacy::Error),
     /// The answer ended behind its head.

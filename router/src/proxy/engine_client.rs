@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::header::HOST;
-use axum::http::uri::InvalidUri;
 use axum::http::{HeaderMap, HeaderValue, Method, Request, Response};
 use bytes::Bytes;
 use futures_util::FutureExt as _;
@@ -28,7 +27,7 @@ use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
 use crate::engine_clients::{EngineClients, SocketRule};
-use crate::engine_connector::{EngineConnector, engine_uri, names_socket};
+use crate::engine_connector::{AddressError, EngineConnector, engine_uri, names_socket};
 use crate::engine_error::is_closed;
 use crate::engine_keys::EngineKeys;
 use crate::metrics::{Metrics, RetryReason};
@@ -128,8 +127,7 @@ impl EngineClient {
         &self.background
     }
 
-    /// A request for [`Self::send`]. Fails if the address neither parses nor is a socket that is
-    /// allowed.
+    /// A request for [`Self::send`].
     pub(super) fn request(
         &self,
         method: Method,
@@ -137,7 +135,7 @@ impl EngineClient {
         path: &str,
         mut headers: HeaderMap,
         body: Bytes,
-    ) -> Result<EngineRequest, InvalidUri> {
+    ) -> Result<EngineRequest, AddressError> {
         let uri = engine_uri(self.sockets, address, path)?;
         if names_socket(&uri) {
             headers.insert(HOST, SOCKET_HOST);

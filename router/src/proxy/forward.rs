@@ -9,7 +9,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::uri::InvalidUri;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use tokio::time::Instant;
@@ -22,6 +21,7 @@ use super::engine_client::EngineRequest;
 use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
+use crate::engine_connector::AddressError;
 use crate::engine_error::{is_refused, lacks_files};
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
@@ -175,9 +175,6 @@ impl App {
                     history.fallback = Some(answer);
                     RetryReason::Status
                 }
-                Err(AttemptError::Address(_)) => {
-                    return Err(ProxyError::Internal("a worker's URL does not parse"));
-                }
                 Err(error) => {
                     let reason = self.failed(&mut placement, &error);
                     placement.slot.fail();
@@ -237,7 +234,7 @@ impl App {
         request: &ForwardedRequest,
         source: &Source,
         url: &str,
-    ) -> Result<EngineRequest, InvalidUri> {
+    ) -> Result<EngineRequest, AddressError> {
         let mut headers = request.headers.clone();
         headers.insert(headers::ENGINE_RANK, HeaderValue::from(source.dp_rank.0));
         self.engines
@@ -260,9 +257,8 @@ impl App {
             }
             AttemptError::Request(error) if lacks_files(error) => return RetryReason::Connect,
             AttemptError::Request(error) if error.is_connect() => RetryReason::Connect,
-            AttemptError::Request(_) | AttemptError::Body(_) | AttemptError::Address(_) => {
-                RetryReason::Broken
-            }
+            AttemptError::Address(_) => RetryReason::Connect,
+            AttemptError::Request(_) | AttemptError::Body(_) => RetryReason::Broken,
             AttemptError::Silent(_) => RetryReason::Silent,
             AttemptError::BriefSilent(_) => return RetryReason::Silent,
         };

@@ -51,8 +51,8 @@ const SEARCH_MAX: Duration = Duration::from_secs(10);
 /// Ids that are asked for at a time. Further requests wait for their turn, up to [`ASKED_FOR_MAX`].
 const SEARCHES_MAX: usize = 16;
 
-/// Those of one tenant, so that one with unknown ids takes no turn from the others while a worker
-/// hangs.
+/// Those of one tenant. While a worker hangs, one tenant with unknown ids leaves turns for others;
+/// four such tenants do not.
 const SEARCHES_OF_TENANT_MAX: usize = 4;
 
 /// The worker and the tenant of each answer.
@@ -251,6 +251,10 @@ impl App {
                 built.ok()
             };
             let Some(first) = request() else {
+                return WorkerReply::Unknown;
+            };
+            // Searches take no files that requests count on.
+            let Some(_permit) = self.engines.permit() else {
                 return WorkerReply::Unknown;
             };
             // The head is enough; the connection ends with the rest.

@@ -8,7 +8,9 @@ use warmroute_proto::{BlockSize, DpRank, Generation, RouterId, Seed, Source, cod
 
 use super::*;
 use crate::testing::start;
-use crate::{Admitted, Core, CoreConfig, Policy, Prompt, RouteRequest, SlotEvent, SourceTable};
+use crate::{
+    Admitted, Core, CoreConfig, Policy, Prompt, RouteRequest, SlotEvent, SlotKey, SourceTable,
+};
 
 const DELAY: Duration = Duration::from_millis(5);
 
@@ -233,7 +235,10 @@ const WAIT: Duration = Duration::from_millis(30);
 
 fn choice(peer: usize, source: SourceId) -> PeerChoice {
     PeerChoice {
-        peer: id(peer),
+        slot: SlotKey {
+            router: id(peer),
+            counter: 9,
+        },
         source,
         prefill: ms(7),
     }
@@ -258,9 +263,11 @@ fn a_prefill_runs_after_those_ahead_of_it() {
         ms(8),
         "one more is ahead"
     );
+    moves.peer_left(choice(1, source).slot);
+    assert_eq!(moves.prefilled_for(1, now + ms(45)), ms(15), "and left");
     // One that was sent later is behind it.
-    moves.peer_chose(id(0), choice(1, source), now + ms(55));
-    assert_eq!(moves.prefilled_for(1, now + ms(55)), ms(18));
+    moves.peer_chose(id(0), choice(1, source), now + ms(50));
+    assert_eq!(moves.prefilled_for(1, now + ms(50)), ms(20));
 }
 
 #[test]
