@@ -2,7 +2,9 @@
 //!
 //! A local hash is XXH3-64 over the block's tokens (little-endian `u32`), then the sorted 64-bit
 //! hashes of the multimodal items that lie in it; the seed carries LoRA and salt. This is the
-//! scheme of dynamo-kv-router, so that hashes can be exchanged with it.
+//! scheme of dynamo-kv-router, so that hashes of text can be exchanged with it. The hash of an item
+//! has its place besides its content, as the engine's key of the block has: two images that change
+//! places in one block make another block.
 //!
 //! A prefix hash is a chain over local hashes. Each step is one 64 × 64 → 128 bit multiplication
 //! whose halves are folded together, as wyhash does (Wang Yi,
@@ -12,9 +14,12 @@
 //!
 //! Both are wire values, which never change; the tests hold their vectors.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::BlockSize;
 
@@ -42,6 +47,7 @@ const PLAIN_SEED: u64 = 1337;
 const LORA_SEED: u64 = 0;
 const SALT_SEED: u64 = 1;
 const OPAQUE_SEED: u64 = 2;
+const ITEM_SEED: u64 = 3;
 
 impl Seed {
     pub const PLAIN: Self = Self(PLAIN_SEED);
@@ -100,6 +106,83 @@ impl LocalHash {
         let bytes: Vec<u8> = tokens.chain(items).collect();
         Self(xxh3_64_with_seed(&bytes, seed.0))
     }
+}
+
+/// A multimodal item in a prompt, as an engine places it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlacedItem {
+    /// The engine's name of the item's content.
+    pub identifier: Arc<str>,
+    /// First prompt token of the item, and their number.
+    pub offset: usize,
+    pub length: usize,
+}
+
+impl PlacedItem {
+    /// Its first token's distance from `start`; negative if it begins before.
+    #[must_use]
+    pub fn offset_from(&self, start: usize) -> i64 {
+        let signed = |position| i64::try_from(position).unwrap_or(i64::MAX);
+        signed(self.offset) - signed(start)
+    }
+
+    const fn end(&self) -> usize {
+        self.offset.saturating_add(self.length)
+    }
+}
+
+/// The items that lie in these tokens, at least in part. `items` follow each other.
+pub fn items_within(
+    items: &[PlacedItem],
+    tokens: Range<usize>,
+) -> impl Iterator<Item = &PlacedItem> {
+    let first = items.partition_point(|item| item.end() <= tokens.start);
+    items[first..]
+        .iter()
+        .take_while(move |item| item.offset < tokens.end)
+}
+
+/// The number of an item's content. An identifier of 64 hexadecimal digits is the number in its
+/// first 16 digits, as in dynamo-kv-router. Any other one (operators may choose their own) is
+/// hashed.
+#[must_use]
+pub fn item_number(identifier: &str) -> u64 {
+    const DIGITS: usize = 16;
+    let is_digest = identifier.len() == 64 && identifier.bytes().all(|b| b.is_ascii_hexdigit());
+    let digits = identifier.get(..DIGITS).filter(|_| is_digest);
+    let number = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    number.unwrap_or_else(|| xxh3_64(identifier.as_bytes()))
+}
+
+/// The hash of an item in a block. `offset` is that of [`PlacedItem::offset_from`] the block's
+/// start.
+#[must_use]
+pub fn item_hash(identifier: &str, offset: i64) -> u64 {
+    let mut bytes = [0; 2 * size_of::<u64>()];
+    bytes[..size_of::<u64>()].copy_from_slice(&item_number(identifier).to_le_bytes());
+    bytes[size_of::<u64>()..].copy_from_slice(&offset.to_le_bytes());
+    xxh3_64_with_seed(&bytes, ITEM_SEED)
+}
+
+/// Like [`local_hashes`], for a prompt with multimodal items that follow each other.
+#[must_use]
+pub fn local_hashes_with_items(
+    tokens: &[u32],
+    block_size: BlockSize,
+    seed: Seed,
+    items: &[PlacedItem],
+) -> Vec<LocalHash> {
+    if items.is_empty() {
+        return local_hashes(tokens, block_size, seed);
+    }
+    let size = block_size.tokens();
+    let hash_of = |(block, tokens): (usize, &[u32])| {
+        let start = block * size;
+        let inside = items_within(items, start..start + size);
+        let hashes = inside.map(|item| item_hash(&item.identifier, item.offset_from(start)));
+        LocalHash::of_block(tokens, &hashes.collect::<Vec<_>>(), seed)
+    };
+    tokens.chunks_exact(size).enumerate().map(hash_of).collect()
 }
 
 /// The local hashes of a token sequence's whole blocks. A partial last block has no hash.

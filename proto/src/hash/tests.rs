@@ -23,6 +23,55 @@ fn whole_prompts_are_hashed_as_their_blocks_are() {
     }
 }
 
+fn item(identifier: &str, offset: usize, length: usize) -> PlacedItem {
+    PlacedItem {
+        identifier: identifier.into(),
+        offset,
+        length,
+    }
+}
+
+/// Stable values.
+#[test]
+fn an_item_is_hashed_with_its_content_and_place() {
+    let digest = "00000000000000ff".to_owned() + &"a".repeat(48);
+    assert_eq!(item_number(&digest), 0xff);
+    assert_eq!(
+        item_number("00000000000000ff"),
+        xxh3_64(b"00000000000000ff")
+    );
+    let (bytes, here) = ([0xff_u64, 3].map(u64::to_le_bytes), item_hash(&digest, 3));
+    assert_eq!(here, xxh3_64_with_seed(bytes.as_flattened(), 3));
+    assert_eq!(here, 0xda4b_ba97_c803_970c);
+    assert_ne!(here, item_hash(&digest, -3));
+    assert_ne!(here, item_hash("cat", 3));
+}
+
+#[test]
+fn items_count_in_every_block_that_they_overlap() {
+    let tokens: Vec<u32> = (0..20).collect();
+    let size = BlockSize::new(4).unwrap();
+    let hashes = |items: &[PlacedItem]| local_hashes_with_items(&tokens, size, Seed::PLAIN, items);
+    let block = |number: usize, items: &[(&str, i64)]| {
+        let items: Vec<u64> = items.iter().map(|(id, at)| item_hash(id, *at)).collect();
+        LocalHash::of_block(&tokens[number * 4..][..4], &items, Seed::PLAIN)
+    };
+    let items = [item("a", 2, 8), item("b", 10, 1), item("c", 11, 1)];
+    let expected = [
+        block(0, &[("a", 2)]),
+        block(1, &[("a", -2)]),
+        block(2, &[("a", -6), ("b", 2), ("c", 3)]),
+        block(3, &[]),
+        block(4, &[]),
+    ];
+    assert_eq!(hashes(&items), expected);
+    assert_eq!(hashes(&[]), local_hashes(&tokens, size, Seed::PLAIN));
+    // Tokens are equal, and so are the items.
+    let swapped = hashes(&[item("a", 2, 8), item("c", 10, 1), item("b", 11, 1)]);
+    assert_eq!(swapped[..2], expected[..2]);
+    assert_ne!(swapped[2], expected[2]);
+}
+
 #[test]
 fn items_are_appended_in_order() {
     let tokens: Vec<u32> = (0..16).collect();

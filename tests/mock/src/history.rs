@@ -7,9 +7,9 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use serde::{Deserialize, Serialize};
+use warmroute_proto::hash::item_hash;
 use warmroute_proto::{LocalHash, PrefixHash, Seed};
 use warmroute_sim::sim::{CacheEvent, EngineHash, ExtraKey, Medium, StoredBlocks};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const BATCHES_MAX: usize = 1 << 20;
 
@@ -179,15 +179,9 @@ fn seed(stored: &StoredBlocks, keys: &[ExtraKey]) -> Seed {
     Seed::new(stored.lora_name.as_deref(), salt)
 }
 
-/// An identifier of at least 16 hexadecimal digits stands for its first 64 bits.
 fn items(keys: &[ExtraKey]) -> Vec<u64> {
-    let hash = |identifier: &str| {
-        let digits = identifier.get(..16);
-        let number = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
-        number.unwrap_or_else(|| xxh3_64_with_seed(identifier.as_bytes(), 0))
-    };
     let item = |key: &ExtraKey| match key {
-        ExtraKey::Item { identifier, .. } => Some(hash(identifier)),
+        ExtraKey::Item { identifier, offset } => Some(item_hash(identifier, *offset)),
         ExtraKey::Lora(_) | ExtraKey::Salt(_) => None,
     };
     keys.iter().filter_map(item).collect()

@@ -5,11 +5,12 @@
 //! other key makes a block opaque: its raw bytes are digested, so that equal keys stay equal and no
 //! query matches.
 //!
-//! A multimodal identifier of 64 hexadecimal digits becomes the number in its first 16 digits, as
-//! in dynamo-kv-router. Any other identifier (operators may choose their own) is hashed.
+//! An item is hashed with its offset from the block's start, which is a part of the engine's key.
+//! vLLM 0.17 and 0.18 have no offsets in their keys: such an item is the number of its identifier.
 
 use std::collections::BTreeMap;
 
+use warmroute_proto::hash::{item_hash, item_number};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::msgpack::{Cursor, ValueKind, WireError};
@@ -17,7 +18,7 @@ use super::msgpack::{Cursor, ValueKind, WireError};
 /// The keys of one block beyond LoRA and salt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockKeys {
-    /// Numbers of the multimodal items in the block.
+    /// Hashes of the multimodal items in the block.
     pub items: Vec<u64>,
     /// Digest of the keys that no router can reproduce.
     pub opaque: Option<u64>,
@@ -80,19 +81,6 @@ pub(super) fn add_lookahead(
     Ok(())
 }
 
-/// An item's number in local hashes.
-pub(super) fn item_number(identifier: &str) -> u64 {
-    const DIGITS: usize = 16;
-    if is_hex_digest(identifier)
-        && let Some(Ok(number)) = identifier
-            .get(..DIGITS)
-            .map(|digits| u64::from_str_radix(digits, 16))
-    {
-        return number;
-    }
-    xxh3_64(identifier.as_bytes())
-}
-
 fn is_hex_digest(identifier: &str) -> bool {
     identifier.len() == 64 && identifier.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -129,7 +117,7 @@ impl EventKeys {
                     }
                 }
                 ValueKind::Array => match item(cursor.skip()?) {
-                    Some(number) => items.push(number),
+                    Some(hash) => items.push(hash),
                     None => return self.opaque_entry(index, entry),
                 },
                 ValueKind::Nil
@@ -184,6 +172,6 @@ fn item(raw: &[u8]) -> Option<u64> {
         return None;
     }
     let identifier = cursor.str().ok()?;
-    cursor.int_bits().ok()?;
-    Some(item_number(identifier))
+    let offset = cursor.int_bits().ok()?;
+    Some(item_hash(identifier, offset.cast_signed()))
 }

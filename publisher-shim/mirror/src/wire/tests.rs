@@ -3,6 +3,7 @@ use std::num::NonZeroU32;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use warmroute_proto::hash::item_hash;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::*;
@@ -91,7 +92,7 @@ fn opaque_key_of_sample(minor: u32) -> BlockKeys {
     if minor < 24 {
         // Bare strings behind block 0 are identifiers of items in the array encoding.
         return BlockKeys {
-            items: vec![xxh3_64(b"mmhash"), xxh3_64(b"salt")],
+            items: vec![item_hash("mmhash", 2), xxh3_64(b"salt")],
             opaque: None,
         };
     }
@@ -194,7 +195,10 @@ fn extra_keys_are_classified() {
     };
     assert_eq!(
         stored.keys,
-        [(0, items(&[0xff, xxh3_64(b"img")])), (1, items(&[0xff]))]
+        [
+            (0, items(&[item_hash(&digest, -3), item_hash("img", 0)])),
+            (1, items(&[item_hash(&digest, 4)])),
+        ]
     );
 }
 

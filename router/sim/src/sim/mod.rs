@@ -26,7 +26,7 @@ mod timing;
 pub use config::{EngineConfig, EventMode};
 pub use engine::{EngineLoad, EngineModel, EngineTotals, HeldPrefix, SubmitError};
 pub use event::{CacheEvent, EngineHash, ExtraKey, GroupKind, Medium, StoredBlocks};
-pub use request::{CachedTokens, EngineRequest, FinishReason, PromptItem, RequestId};
+pub use request::{CachedTokens, EngineRequest, FinishReason, RequestId};
 pub use scheduler::{Admitted, Finished, Produced, StepOutcome};
 pub use timing::{StepWork, TimingProfile};
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use warmroute_proto::hash::{PlacedItem, item_hash, items_within};
 use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed};
 
 use super::event::{ExtraKey, mix};
@@ -10,18 +11,6 @@ use super::event::{ExtraKey, mix};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// A multimodal item in a prompt.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PromptItem {
-    /// The engine's identifier of the item's content.
-    pub identifier: Arc<str>,
-    /// Input of a block's local hash.
-    pub hash: u64,
-    /// First prompt token of the item, and their number.
-    pub offset: usize,
-    pub length: usize,
-}
-
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EngineRequest {
     pub prompt: Vec<u32>,
@@ -29,7 +18,8 @@ pub struct EngineRequest {
     pub max_tokens: usize,
     pub lora_name: Option<Arc<str>>,
     pub cache_salt: Option<Arc<str>>,
-    pub items: Vec<PromptItem>,
+    /// They follow each other.
+    pub items: Vec<PlacedItem>,
 }
 
 /// Prompt tokens found in the cache when the request was first scheduled.
@@ -80,7 +70,7 @@ pub(super) struct EngineSequence {
 pub(super) struct Origin {
     pub(super) lora_name: Option<Arc<str>>,
     cache_salt: Option<Arc<str>>,
-    items: Vec<PromptItem>,
+    items: Vec<PlacedItem>,
     seed: Seed,
 }
 
@@ -150,8 +140,14 @@ impl EngineSequence {
             let local = if self.origin.items.is_empty() {
                 LocalHash::of_block(tokens, &[], self.origin.seed)
             } else {
-                let items: Vec<u64> = self.origin.items_in(block, size).map(|i| i.hash).collect();
-                LocalHash::of_block(tokens, &items, self.origin.seed)
+                let start = block * size;
+                let items = items_within(&self.origin.items, start..start + size);
+                let hash = |i: &PlacedItem| item_hash(&i.identifier, i.offset_from(start));
+                LocalHash::of_block(
+                    tokens,
+                    &items.map(hash).collect::<Vec<_>>(),
+                    self.origin.seed,
+                )
             };
             let parent = self.keys.last().copied();
             self.keys.push(PrefixHash::after(parent, local));
@@ -172,24 +168,15 @@ impl Origin {
         let size = block_size.tokens();
         let mut keys = Vec::new();
         keys.extend(self.lora_name.clone().map(ExtraKey::Lora));
-        keys.extend(self.items_in(block, size).map(|item| ExtraKey::Item {
+        let start = block * size;
+        let items = items_within(&self.items, start..start + size);
+        keys.extend(items.map(|item| ExtraKey::Item {
             identifier: Arc::clone(&item.identifier),
-            offset: signed(item.offset) - signed(block * size),
+            offset: item.offset_from(start),
         }));
         if block == 0 {
             keys.extend(self.cache_salt.clone().map(ExtraKey::Salt));
         }
         keys
     }
-
-    fn items_in(&self, block: usize, size: usize) -> impl Iterator<Item = &PromptItem> {
-        let (start, end) = (block * size, (block + 1) * size);
-        self.items
-            .iter()
-            .filter(move |item| item.offset < end && item.offset + item.length > start)
-    }
-}
-
-fn signed(position: usize) -> i64 {
-    i64::try_from(position).unwrap_or(i64::MAX)
 }

@@ -3,7 +3,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed, hash};
+use warmroute_proto::hash::{self, PlacedItem};
+use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed};
 
 use super::*;
 
@@ -270,9 +271,8 @@ fn salts_and_adapters_share_nothing() {
 fn an_item_stands_in_every_block_that_it_overlaps() {
     let mut engine = engine(64);
     let with_item = EngineRequest {
-        items: vec![PromptItem {
+        items: vec![PlacedItem {
             identifier: "cat".into(),
-            hash: 7,
             offset: 2,
             length: 4,
         }],
