@@ -35,6 +35,9 @@ pub struct Args {
     /// UTF-8 and a chat is rendered as `ChatML`.
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
+    /// Have no render routes, as vLLM without --enable-scale-out.
+    #[arg(long)]
+    pub no_render: bool,
     /// Report no cached tokens, as vLLM without --enable-prompt-tokens-details.
     #[arg(long)]
     pub no_prompt_tokens_details: bool,

@@ -66,8 +66,11 @@ pub(crate) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
             "published_seq_that_changed": rank.published().last_change,
         })
     });
-    let id_prompts = server.id_prompts.load(Ordering::Relaxed);
-    Json(json!({"ranks": ranks.collect::<Vec<Value>>(), "id_prompts": id_prompts}))
+    Json(json!({
+        "ranks": ranks.collect::<Vec<Value>>(),
+        "id_prompts": server.id_prompts.load(Ordering::Relaxed),
+        "image_renders": server.image_renders.load(Ordering::Relaxed),
+    }))
 }
 
 pub(crate) async fn fault(

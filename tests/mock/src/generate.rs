@@ -15,6 +15,7 @@ use warmroute_sim::sim::EngineRequest;
 
 use crate::answer::{Answer, Shape};
 use crate::error::Error;
+use crate::images::{self, EncodedPrompt};
 use crate::rank::Rank;
 use crate::server::Server;
 use crate::text::special_tokens;
@@ -63,6 +64,7 @@ pub(crate) async fn completions(
 ) -> Result<Response, Error> {
     let value = parse(&body)?;
     let prompts = tokenized(&server, &value, "prompt")?;
+    let prompts = prompts.into_iter().map(EncodedPrompt::from).collect();
     if value["prompt"][0].is_u64() {
         server.id_prompts.fetch_add(1, Ordering::Relaxed);
     }
@@ -107,6 +109,13 @@ async fn answer_chat(
     generate(server, headers, value, vec![prompt], shape).await
 }
 
+pub(crate) async fn render_chat(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
+    render(&server, &body, Shape::Chat)
+}
+
 pub(crate) async fn render_response(
     State(server): State<Arc<Server>>,
     body: Bytes,
@@ -123,14 +132,18 @@ pub(crate) async fn render_message(
 
 fn render(server: &Server, body: &[u8], shape: Shape) -> Result<Json<Value>, Error> {
     let value = parse(body)?;
-    let cache_salt = value["cache_salt"].clone();
-    let token_ids = encode(server, shape, &value)?;
-    Ok(Json(
-        json!({"token_ids": token_ids, "cache_salt": cache_salt}),
-    ))
+    server.adapter(value["model"].as_str().unwrap_or(&server.model))?;
+    let prompt = encode(server, shape, &value)?;
+    if !prompt.items.is_empty() {
+        server.image_renders.fetch_add(1, Ordering::Relaxed);
+    }
+    Ok(Json(json!({
+        "token_ids": prompt.tokens, "cache_salt": value["cache_salt"],
+        "features": images::features(&prompt.items, &value["mm_payload"]),
+    })))
 }
 
-fn encode(server: &Server, shape: Shape, body: &Value) -> Result<Vec<u32>, Error> {
+fn encode(server: &Server, shape: Shape, body: &Value) -> Result<EncodedPrompt, Error> {
     let route = match shape {
         Shape::Response => PromptRoute::Responses,
         Shape::Message => PromptRoute::Messages,
@@ -151,7 +164,7 @@ pub(crate) async fn count_tokens(
     body: Bytes,
 ) -> Result<Json<Value>, Error> {
     let tokens = encode(&server, Shape::Message, &parse(&body)?)?;
-    Ok(Json(json!({"input_tokens": tokens.len()})))
+    Ok(Json(json!({"input_tokens": tokens.tokens.len()})))
 }
 
 /// Vectors of two numbers: the count of tokens and the last of them.
@@ -218,7 +231,7 @@ async fn generate(
     server: &Arc<Server>,
     headers: &HeaderMap,
     value: &Value,
-    prompts: Vec<Vec<u32>>,
+    prompts: Vec<EncodedPrompt>,
     shape: Shape,
 ) -> Result<Response, Error> {
     let body = Body::deserialize(value).map_err(|error| Error::bad_request(error.to_string()))?;
@@ -233,15 +246,18 @@ async fn generate(
         .or(body.max_output_tokens)
         .or(body.max_tokens)
         .unwrap_or(MAX_TOKENS_DEFAULT);
-    let request = |prompt| EngineRequest {
-        prompt,
+    let request = |prompt: EncodedPrompt| EngineRequest {
+        prompt: prompt.tokens,
         max_tokens,
         lora_name: lora_name.map(Arc::from),
         cache_salt: body.cache_salt.as_deref().map(Arc::from),
-        items: Vec::new(),
+        items: prompt.items,
     };
     let return_token_ids = body.return_token_ids.unwrap_or(false);
-    let prompt_token_ids = return_token_ids.then(|| prompts.clone());
+    let prompt_token_ids = return_token_ids.then(|| {
+        let tokens = prompts.iter().map(|prompt| prompt.tokens.clone());
+        tokens.collect()
+    });
     // A refused prompt drops, and so aborts, the generations before it.
     let generations = prompts
         .into_iter()

@@ -16,6 +16,7 @@ mod debug;
 mod error;
 mod generate;
 mod history;
+mod images;
 mod load;
 mod loras;
 mod metrics;
@@ -118,6 +119,7 @@ impl Mock {
             has_metrics: AtomicBool::new(true),
             requests: AtomicU64::new(0),
             id_prompts: AtomicU64::new(0),
+            image_renders: AtomicU64::new(0),
             rate,
             calls: CallCounts::default(),
             stored: StoredAnswers::default(),

@@ -20,8 +20,8 @@ use crate::answer::Shape;
 use crate::args::{Args, EngineForm};
 use crate::error::Error;
 use crate::generate::{
-    chat_completions, completions, count_tokens, embeddings, messages, parse, render_message,
-    render_response, responses,
+    chat_completions, completions, count_tokens, embeddings, messages, parse, render_chat,
+    render_message, render_response, responses,
 };
 use crate::load::LoadRate;
 use crate::loras::{self, Loras};
@@ -50,6 +50,8 @@ pub(crate) struct Server {
     pub(crate) requests: AtomicU64,
     /// Text completions whose prompt came as token ids.
     pub(crate) id_prompts: AtomicU64,
+    /// Renderings of prompts with images.
+    pub(crate) image_renders: AtomicU64,
     /// Rate of the load that the engine generates itself.
     pub(crate) rate: LoadRate,
     pub(crate) calls: CallCounts,
@@ -109,7 +111,8 @@ impl Server {
 
 pub(crate) fn routes(server: Arc<Server>) -> Router {
     let of_form = match server.args.form {
-        EngineForm::Vllm => vllm_routes(),
+        EngineForm::Vllm if server.args.no_render => vllm_routes(),
+        EngineForm::Vllm => vllm_routes().merge(render_routes()),
         EngineForm::Sglang => sglang::routes(),
     };
     Router::new()
@@ -139,8 +142,6 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
 
 fn vllm_routes() -> Router<Arc<Server>> {
     Router::new()
-        .route("/v1/responses/render", post(render_response))
-        .route("/v1/messages/render", post(render_message))
         .route("/load", get(load))
         .route("/version", get(version))
         .route("/metrics", get(metrics::metrics))
@@ -149,6 +150,13 @@ fn vllm_routes() -> Router<Arc<Server>> {
         .route("/sleep", post(sleep))
         .route("/wake_up", post(wake_up))
         .route("/is_sleeping", get(is_sleeping))
+}
+
+fn render_routes() -> Router<Arc<Server>> {
+    Router::new()
+        .route("/v1/chat/completions/render", post(render_chat))
+        .route("/v1/responses/render", post(render_response))
+        .route("/v1/messages/render", post(render_message))
 }
 
 /// Counts a request after its answer, as vLLM does, which leaves these routes out.
@@ -210,6 +218,7 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
             .text
             .encode_chat(PromptRoute::ChatCompletions, &value)
             .map_err(Error::bad_request)?
+            .tokens
     } else {
         let prompt = value["prompt"].as_str();
         let prompt = prompt.ok_or_else(|| Error::bad_request("prompt must be text"))?;

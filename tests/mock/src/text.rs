@@ -12,6 +12,8 @@ use warmroute_chat::openai::{PromptRoute, SpecialTokens};
 
 use hugging_face::HuggingFace;
 
+use crate::images::{self, EncodedPrompt};
+
 const MESSAGE_END: &str = "<|im_end|>\n";
 
 /// How the mock engine reads and writes text.
@@ -53,14 +55,17 @@ impl Text {
         &self,
         route: PromptRoute,
         request: &Value,
-    ) -> Result<Vec<u32>, String> {
-        match self {
+    ) -> Result<EncodedPrompt, String> {
+        let mut request = request.clone();
+        let images = images::take(&mut request);
+        let (rendered, special) = match self {
             Self::Bytes if route == PromptRoute::ChatCompletions => {
-                self.encode(&chat_ml(request)?, SpecialTokens::Omit)
+                (chat_ml(&request)?, SpecialTokens::Omit)
             }
-            Self::Bytes => Err("this route needs --tokenizer".to_owned()),
-            Self::HuggingFace(loaded) => loaded.encode_chat(route, request),
-        }
+            Self::Bytes => return Err("this route needs --tokenizer".to_owned()),
+            Self::HuggingFace(loaded) => loaded.render_chat(route, request)?,
+        };
+        images::encode(self, &rendered, special, images)
     }
 
     pub(crate) fn decode(&self, token: u32) -> String {

@@ -319,6 +319,53 @@ async fn responses_and_messages_report_cached_tokens() {
     }
 }
 
+/// Placeholders, identifiers and places of images are in render answers and in the cache.
+#[tokio::test]
+async fn images_are_placed_and_cached() {
+    let fixture = concat!(
+        "--tokenizer=",
+        env!("CARGO_MANIFEST_DIR"),
+        "/../fixtures/tiny"
+    );
+    let engine = Engine::start(&[fixture]);
+    let path = "/v1/chat/completions";
+    let body = |image: &str, text: &str| {
+        let image = json!({"type": "image_url", "image_url": {"url": image}});
+        let parts =
+            json!([{"type": "text", "text": "Look:"}, image, {"type": "text", "text": text}]);
+        json!({
+            "messages": [{"role": "user", "content": parts}], "max_tokens": 1, "mm_payload": "none",
+        })
+    };
+    let rendered = engine
+        .answer(&format!("{path}/render"), body("a", "What?"))
+        .await;
+    let (features, tokens) = (
+        &rendered["features"],
+        rendered["token_ids"].as_array().unwrap(),
+    );
+    let place = &features["mm_placeholders"]["image"][0];
+    let offset = usize::try_from(place["offset"].as_u64().unwrap()).unwrap();
+    assert_eq!(place["length"], 40);
+    assert!(tokens[offset..][..40].iter().all(|token| token == 3));
+    assert_ne!(tokens[offset + 40], 3);
+    let digits = features["mm_hashes"]["image"][0].as_str().unwrap();
+    assert_eq!(digits.len(), 64);
+    assert!(features["kwargs_data"].is_null());
+    let cached = async |image, text| {
+        let answer = engine.answer(path, body(image, text)).await;
+        let usage = &answer["usage"];
+        assert!(usage["prompt_tokens"].as_u64().unwrap() > 40);
+        usage["prompt_tokens_details"]["cached_tokens"]
+            .as_u64()
+            .unwrap()
+    };
+    assert_eq!(cached("a", "What?").await, 0);
+    let before_image = offset as u64 / 16 * 16;
+    assert_eq!(cached("b", "What?").await, before_image);
+    assert!(cached("a", "Where?").await > before_image + 16);
+}
+
 async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
     let directory = PathBuf::from(format!(
         "{}/../fixtures/{fixture}",

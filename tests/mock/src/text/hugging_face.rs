@@ -52,12 +52,11 @@ impl HuggingFace {
     }
 
     /// A body of one of these routes, or of `/tokenize`, where the model's name may be missing.
-    pub(crate) fn encode_chat(
+    pub(crate) fn render_chat(
         &self,
         route: PromptRoute,
-        request: &Value,
-    ) -> Result<Vec<u32>, String> {
-        let mut request = request.clone();
+        mut request: Value,
+    ) -> Result<(String, SpecialTokens), String> {
         let fields = request.as_object_mut().ok_or("the body is no object")?;
         fields.insert("model".to_owned(), json!("any"));
         let body = request.to_string();
@@ -68,8 +67,9 @@ impl HuggingFace {
             (PromptSource::Chat(parts), None) => {
                 #[expect(clippy::cast_possible_truncation, reason = "whole seconds are wanted")]
                 let now = CivilTime::from_unix(unix_seconds() as i64);
-                let tokens = self.reader.encode_chat(parts, now);
-                tokens.map_err(|error| error.to_string())
+                let text = self.reader.render_chat(parts, now);
+                let text = text.map_err(|error| error.to_string())?;
+                Ok((text, parts.special_tokens))
             }
             (PromptSource::Chat(_), Some(reason)) => Err(format!("not supported: {reason}")),
             (PromptSource::Completion(_), _) => Err("this is no chat".to_owned()),
