@@ -30,6 +30,7 @@ use tokio::time::Instant;
 use warmroute_proto::registry::{DrainEntry, DrainState, DrainUntil, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Source, WorkerId};
 
+use crate::openai::PromptRoute;
 use crate::route;
 use crate::shared_core::SharedCore;
 use breaker::RequestTimes;
@@ -37,7 +38,7 @@ use health::{Observation, WorkerHealth};
 use state::{FleetChange, FleetState, ProbeTarget};
 
 pub(crate) use breaker::RequestResult;
-pub(crate) use checks::CheckResult;
+pub(crate) use checks::{CheckResult, RENDERED_CHAT};
 pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
 pub(crate) use models::Parity;
@@ -169,6 +170,27 @@ impl Fleet {
         addresses.take(max).collect()
     }
 
+    /// The workers in service that render prompts of this model and route with images, with their
+    /// URLs.
+    pub(crate) fn renderers(
+        &self,
+        model: &str,
+        base: &str,
+        route: PromptRoute,
+    ) -> Vec<(WorkerId, String)> {
+        let state = self.state();
+        let renders = |worker: &&FleetWorker| {
+            let drain = state.drain(&worker.entry.worker);
+            drain == DrainState::Serving && worker.renders(model, base, route)
+        };
+        let renderers = state.workers().filter(renders);
+        let address = |worker: &FleetWorker| {
+            let entry = &worker.entry;
+            (entry.worker.clone(), entry.url.clone())
+        };
+        renderers.map(address).collect()
+    }
+
     /// The first model that the worker serves: an engine reads a request without a model so.
     pub(crate) fn model_of(&self, worker: &WorkerId) -> Option<String> {
         self.state().get(worker)?.entry.models.first().cloned()
@@ -297,6 +319,20 @@ const fn candidate_health(worker: &FleetWorker) -> route::Health {
 
 #[cfg(test)]
 impl Fleet {
+    /// A worker passes all checks of the model `m`.
+    pub(crate) fn pass_checks(&self, worker: &WorkerId) {
+        let checks = checks::ModelChecks {
+            tokenizer: None,
+            tokens: checks::TokenChecks::all(&CheckResult::Passed),
+        };
+        let models = [("m".to_owned(), checks)].into();
+        let checks = checks::RegistrationChecks::new(CheckResult::Passed, models);
+        self.update(|state| {
+            let epoch = state.get(worker).map_or(0, |worker| worker.epoch);
+            state.checked(worker, epoch, checks)
+        });
+    }
+
     pub(crate) fn register(&self, entry: WorkerEntry) {
         let now = Instant::now().into_std();
         self.update(|state| state.register(entry, now));

@@ -17,8 +17,8 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 pub(crate) use labels::{
-    CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RequestEnd,
-    ResumeResult, RetryReason, RouteLabel,
+    CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RenderFailure,
+    RequestEnd, ResumeResult, RetryReason, RouteLabel,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};

@@ -18,9 +18,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::clock::unix_time;
 use crate::config::Config;
-use crate::fleet::{CheckResult, Fleet, FleetWorker};
+use crate::fleet::{CheckResult, Fleet, FleetWorker, RENDERED_CHAT};
 use crate::route::Knobs;
-use crate::settings::{LiveSettings, Settings};
+use crate::settings::{LiveSettings, MultimodalRule, Settings};
 use crate::tokenizers::{ModelTokenizer, TokenizerState, Tokenizers};
 
 const PERIOD: Duration = Duration::from_secs(5);
@@ -99,7 +99,10 @@ impl FactsWriter {
 
     fn facts(&self) -> RouterFacts {
         let workers = self.fleet.snapshot();
-        let failed = workers.iter().flat_map(failed_checks);
+        let rule = self.settings.current().multimodal;
+        let failed = workers
+            .iter()
+            .flat_map(|worker| failed_checks(worker, rule));
         let unregistered = workers.iter().filter(|worker| worker.is_unregistered());
         let unregistered = unregistered.map(|worker| worker.entry.worker.clone());
         RouterFacts {
@@ -140,14 +143,21 @@ fn settings_digest(knobs: &Knobs, block_size: Option<BlockSize>, settings: &Sett
     xxh3_64(text.as_bytes())
 }
 
-fn failed_checks(worker: &FleetWorker) -> impl Iterator<Item = FailedCheck> {
+/// A worker that renders no images is a fault where images are to be rendered.
+fn failed_checks(worker: &FleetWorker, rule: MultimodalRule) -> impl Iterator<Item = FailedCheck> {
+    let failed = |check: &str, why: &str| FailedCheck {
+        worker: worker.entry.worker.clone(),
+        check: check.to_owned(),
+        why: shortened(why),
+    };
     let named = worker.checks.named();
-    named.filter_map(|(check, result)| match result {
-        CheckResult::Failed { why } => Some(FailedCheck {
-            worker: worker.entry.worker.clone(),
-            check: check.to_owned(),
-            why: shortened(why),
-        }),
+    named.filter_map(move |(check, result)| match result {
+        CheckResult::Failed { why } => Some(failed(check, why)),
+        CheckResult::Skipped { why }
+            if check == RENDERED_CHAT && rule == MultimodalRule::Render =>
+        {
+            Some(failed(check, why))
+        }
         CheckResult::Pending | CheckResult::Passed | CheckResult::Skipped { .. } => None,
     })
 }
@@ -200,6 +210,7 @@ mod tests {
             "[engines]\nmax_queued_requests = 1".to_owned(),
             "resume_streams = \"all\"".to_owned(),
             "completion_prompts = \"token-ids\"".to_owned(),
+            "multimodal = \"render\"".to_owned(),
             "engine_wait_timeout_secs = 1".to_owned(),
         ];
         let digests: std::collections::BTreeSet<u64> =

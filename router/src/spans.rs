@@ -26,6 +26,7 @@ pub(crate) enum TraceStep {
     ReadBody,
     /// Parse, render, tokenize, hash.
     Tokenize,
+    RenderImages,
     QueryIndex,
     /// Choose a worker and account the request.
     Choose,

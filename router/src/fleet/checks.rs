@@ -4,7 +4,11 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use crate::openai::PromptRoute;
 use crate::tokenizers::TokenizerVersion;
+
+/// The name of the check without which a worker's images have no credit.
+pub(crate) const RENDERED_CHAT: &str = "rendered_chat";
 
 /// The result of one check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -51,6 +55,8 @@ pub(crate) struct TokenChecks {
     pub chat: CheckResult,
     pub chat_with_tools: CheckResult,
     pub text: CheckResult,
+    /// A chat by the engine's own render route, which images need; skipped where it has none.
+    pub rendered_chat: CheckResult,
     /// `/v1/responses`. Compared by the engine's render routes, like the next two; skipped, and not
     /// credited, where it has none.
     pub responses: CheckResult,
@@ -99,6 +105,7 @@ impl TokenChecks {
             chat: result.clone(),
             chat_with_tools: result.clone(),
             text: result.clone(),
+            rendered_chat: result.clone(),
             responses: result.clone(),
             messages: result.clone(),
             messages_with_tools: result.clone(),
@@ -106,11 +113,12 @@ impl TokenChecks {
     }
 
     /// Each check by its name.
-    pub(crate) const fn named(&self) -> [(&'static str, &CheckResult); 6] {
+    pub(crate) const fn named(&self) -> [(&'static str, &CheckResult); 7] {
         let Self {
             chat,
             chat_with_tools,
             text,
+            rendered_chat,
             responses,
             messages,
             messages_with_tools,
@@ -119,10 +127,22 @@ impl TokenChecks {
             ("chat", chat),
             ("chat_with_tools", chat_with_tools),
             ("text", text),
+            (RENDERED_CHAT, rendered_chat),
             ("responses", responses),
             ("messages", messages),
             ("messages_with_tools", messages_with_tools),
         ]
+    }
+
+    /// The check by which an engine is known to render prompts of this route; `None`: it renders no
+    /// images there.
+    pub(crate) const fn rendering(&self, route: PromptRoute) -> Option<&CheckResult> {
+        match route {
+            PromptRoute::ChatCompletions => Some(&self.rendered_chat),
+            PromptRoute::Responses => Some(&self.responses),
+            PromptRoute::Messages => Some(&self.messages),
+            PromptRoute::Completions => None,
+        }
     }
 
     fn weakest(self, other: &Self) -> Self {
@@ -130,6 +150,7 @@ impl TokenChecks {
             chat: self.chat.weakest(&other.chat),
             chat_with_tools: self.chat_with_tools.weakest(&other.chat_with_tools),
             text: self.text.weakest(&other.text),
+            rendered_chat: self.rendered_chat.weakest(&other.rendered_chat),
             responses: self.responses.weakest(&other.responses),
             messages: self.messages.weakest(&other.messages),
             messages_with_tools: self.messages_with_tools.weakest(&other.messages_with_tools),

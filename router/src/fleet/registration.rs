@@ -32,6 +32,9 @@ use crate::settings::LiveSettings;
 use crate::tokenize::parity::{self, ProbeKind, ProbePath, ProbeVerdict};
 use crate::tokenizers::{LoadedTokenizer, ModelTokenizer, TokenizerState, Tokenizers};
 
+/// Why a worker renders no images.
+const NO_RENDERING: &str = "no credit for images: it has no render route (--enable-scale-out)";
+
 /// Workers checked at the same time.
 const CONCURRENT_MAX: usize = 8;
 
@@ -344,6 +347,14 @@ fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> TokenCh
             ProbeKind::ContinuedChat,
             ProbeKind::ChatWithTools,
         ]);
+    }
+    if !trust.rendered_chat {
+        let check = failed(&[ProbeKind::RenderedChat]);
+        checks.rendered_chat = if check.is_failure() {
+            check
+        } else {
+            CheckResult::skipped(NO_RENDERING)
+        };
     }
     if !trust.responses {
         checks.responses = failed(&[ProbeKind::Responses]);

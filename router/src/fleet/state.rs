@@ -13,11 +13,12 @@ use warmroute_proto::WorkerId;
 use warmroute_proto::registry::{DrainState, Lora, WorkerEntry};
 
 use super::breaker::{Breaker, RequestResult, RequestTimes};
-use super::checks::RegistrationChecks;
+use super::checks::{CheckResult, RegistrationChecks};
 use super::drain_table::DrainTable;
 use super::engine_load::LoadTarget;
 use super::health::{HealthChange, Observation, WorkerHealth};
 use super::members::FleetMembers;
+use crate::openai::PromptRoute;
 
 /// A worker that was taken out leaves metrics and alerts within a minute. One whose engine and shim
 /// restart is registered again.
@@ -388,6 +389,18 @@ impl FleetWorker {
     /// Healthy, and has reported its models: a worker may register before its engine lists them.
     pub(crate) const fn serves(&self) -> bool {
         self.health.usable() && !self.entry.models.is_empty()
+    }
+
+    /// Whether it renders prompts of this model and route with images, and takes requests.
+    pub(crate) fn renders(&self, model: &str, base: &str, route: PromptRoute) -> bool {
+        let serves_it = self.entry.models.iter().any(|name| name == model)
+            || self.entry.loras.iter().any(|lora| lora.name == model);
+        let checks = self.checks.models.get(base);
+        let check = checks.and_then(|checks| checks.tokens.rendering(route));
+        self.serves()
+            && !self.breaker.passes_over()
+            && serves_it
+            && check.is_some_and(CheckResult::passed)
     }
 
     /// It answers, and no shim registers it: it is routed by load.

@@ -163,7 +163,49 @@ label! {
     DecisionStep {
         /// Parse, render, tokenize, hash.
         Read = "read",
+        /// Wait for an engine that renders images.
+        Render = "render",
         Index = "index",
+    }
+}
+
+label! {
+    /// Why a prompt with images was not rendered.
+    RenderFailure {
+        /// No worker of the model is known to render prompts of the route.
+        NotOffered = "render_not_offered",
+        /// As many renderings as allowed are in progress.
+        Busy = "render_busy",
+        /// All workers are paused after failures.
+        Paused = "render_paused",
+        Timeout = "render_timeout",
+        /// No connection, a broken answer, 429, or 5xx.
+        Failed = "render_failed",
+        /// The engine refused the prompt.
+        Refused = "render_refused",
+        /// The answer is too large: the engine sends processed images.
+        TooLarge = "render_too_large",
+        /// The answer does not place the images.
+        Unusable = "render_unusable",
+        /// The engine found media besides images.
+        OtherMedia = "other_media",
+    }
+}
+
+impl RenderFailure {
+    /// Whether the same engine would probably fail again.
+    pub(crate) const fn is_the_engines(self) -> bool {
+        match self {
+            Self::Failed | Self::TooLarge => true,
+            Self::NotOffered
+            | Self::Busy
+            | Self::Paused
+            // Probably a slow address in the request.
+            | Self::Timeout
+            | Self::Refused
+            | Self::Unusable
+            | Self::OtherMedia => false,
+        }
     }
 }
 

@@ -26,6 +26,7 @@ use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
+use super::images::ImageRenders;
 use crate::engine_clients::{EngineClients, SocketRule};
 use crate::engine_connector::{AddressError, EngineConnector, engine_uri, names_socket};
 use crate::engine_error::is_closed;
@@ -74,6 +75,7 @@ pub(crate) struct EngineClient {
     metrics: Arc<Metrics>,
     /// Bounds the files of requests in flight: clients of HTTP/2 send many on one connection.
     files: Arc<Semaphore>,
+    renders: Arc<ImageRenders>,
 }
 
 impl EngineClient {
@@ -114,12 +116,18 @@ impl EngineClient {
             keys: EngineKeys::default(),
             metrics,
             files: Arc::new(Semaphore::new(requests_max.min(Semaphore::MAX_PERMITS))),
+            renders: Arc::default(),
         })
     }
 
     /// The right to send a request; `None` while as many are in flight as files may be open.
     pub(super) fn permit(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.files).try_acquire_owned().ok()
+    }
+
+    /// The renderings in progress.
+    pub(super) const fn renders(&self) -> &Arc<ImageRenders> {
+        &self.renders
     }
 
     /// For probes and other requests of the background runtime, which handle failures themselves.

@@ -86,6 +86,7 @@ async fn serve(
         streaming,
         single,
         unhashed,
+        images: _,
         rewritten,
         previous,
         sample,
@@ -134,8 +135,7 @@ async fn serve(
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();
     let decision = &mut placement.decision;
-    let (journal, model) = (&app.journal, &routing.model);
-    let entry = journal.record(request_id, model, decision, moved_from);
+    let entry = (app.journal).record(request_id, &routing.model, decision, moved_from);
     let on_beginning = (route == openai::PromptRoute::Responses)
         .then(|| app.learn_answer(call, &decision.source.worker));
     let resumable = |terms| Box::new(ResumableAnswer::new(app, terms, request.headers, hints));
@@ -158,7 +158,7 @@ async fn planned(
     body: &BufferedBody,
 ) -> Result<Plan, ProxyError> {
     let mut is_searched = false;
-    let plan = loop {
+    let mut plan = loop {
         let began = Instant::now();
         match app.plan(call.tenant(), route, body).await {
             Ok(plan) => {
@@ -183,6 +183,7 @@ async fn planned(
     };
     call.check_model(&plan.model)?;
     call.admit_prompt(plan.prompt.tokens())?;
+    app.render_images(call, headers, body, &mut plan).await;
     Ok(plan)
 }
 
@@ -246,6 +247,7 @@ impl App {
             },
             resume: settings.resume_streams,
             completion_prompts: settings.completion_prompts,
+            multimodal: settings.multimodal,
         };
         // By the slowest encoder: the body's model is not known yet.
         let inline_max = match tokenizers.encoder() {

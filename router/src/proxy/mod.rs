@@ -12,6 +12,7 @@ mod explanation;
 mod forward;
 mod generate;
 mod headers;
+mod images;
 mod models;
 mod passthrough;
 mod plan;

@@ -9,16 +9,17 @@ use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, Seed, WorkerId};
 
 use super::body::{BodyBudget, BudgetShare};
+use super::images::ImagePrompt;
 use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
 use crate::metrics::ModelSeries;
 use crate::openai::{
-    self, OpenAiError, ParsedRequest, PromptList, PromptRoute, PromptSlot, RequestInfo,
-    ResumeTerms, SpecialTokens,
+    self, OpaqueReason, OpenAiError, ParsedRequest, PromptList, PromptRoute, PromptSlot,
+    RequestInfo, ResumeTerms, SpecialTokens,
 };
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt, SessionKey};
-use crate::settings::{CompletionPrompts, ResumeRule};
+use crate::settings::{CompletionPrompts, MultimodalRule, ResumeRule};
 use crate::tenants::TenantVisit;
 use crate::tokenize::{CacheScope, CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
@@ -69,6 +70,7 @@ pub(super) struct PlanInputs {
     pub sampling: TextSampling,
     pub resume: ResumeRule,
     pub completion_prompts: CompletionPrompts,
+    pub multimodal: MultimodalRule,
 }
 
 /// Whether a plan keeps a text for a comparison of the two encoders.
@@ -103,6 +105,8 @@ pub(super) struct Plan {
     pub single: bool,
     /// Why the prompt has no blocks, if so.
     pub unhashed: Option<&'static str>,
+    /// A prompt that has none because of its images, where an engine may render it.
+    pub images: Option<ImagePrompt>,
     /// The body for the engine, if it differs from the client's.
     pub rewritten: Option<Bytes>,
     /// An earlier answer that only its worker has.
@@ -114,10 +118,12 @@ pub(super) struct Plan {
 }
 
 /// A prompt whose tokens cannot be known here, and why.
-type Unhashed = &'static str;
+pub(super) type Unhashed = &'static str;
 
 const TOO_LARGE: Unhashed = "prompt_too_large";
-const NO_MEMORY: Unhashed = "prompt_memory";
+pub(super) const NO_MEMORY: Unhashed = "prompt_memory";
+pub(super) const TRUNCATED: Unhashed = "truncated";
+pub(super) const NO_BLOCK_SIZE: Unhashed = "no_block_size";
 
 /// A plan, or the work that is left for it.
 pub(super) enum Planning {
@@ -151,6 +157,7 @@ struct PlanDraft {
     slot: Option<PromptSlot>,
     /// Stands for a prompt whose tokens are not known.
     by_text: Option<Prompt>,
+    images: Option<ImagePrompt>,
 }
 
 /// Where a prompt's token ids come from.
@@ -184,6 +191,20 @@ pub(super) fn plan(
     }
 }
 
+/// Gives a request without a model that of the answer which it continues.
+fn take_model_of_answer(
+    parsed: &mut ParsedRequest<'_>,
+    inputs: &PlanInputs,
+) -> Result<(), ProxyError> {
+    let previous = parsed.info.previous_response.as_deref();
+    parsed.info.model = previous.and_then(|id| (inputs.answer_models)(id));
+    let is_open = parsed.info.model.is_none() && !inputs.catalog.models.is_empty();
+    match previous.filter(|_| is_open && inputs.catalog.only_model().is_none()) {
+        Some(id) => Err(ProxyError::ModelOfAnswer(id.to_owned())),
+        None => Ok(()),
+    }
+}
+
 /// Reads and renders a request.
 pub(super) fn begin(
     route: PromptRoute,
@@ -200,12 +221,7 @@ pub(super) fn begin(
         Some(_) | None => true,
     })?;
     if parsed.info.model.is_none() {
-        let previous = parsed.info.previous_response.as_deref();
-        parsed.info.model = previous.and_then(|id| (inputs.answer_models)(id));
-        let is_open = parsed.info.model.is_none() && !inputs.catalog.models.is_empty();
-        if let Some(id) = previous.filter(|_| is_open && inputs.catalog.only_model().is_none()) {
-            return Err(ProxyError::ModelOfAnswer(id.to_owned()));
-        }
+        take_model_of_answer(&mut parsed, inputs)?;
     }
     let (name, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
     // Before the prompt is read: the time would show that the model exists.
@@ -219,6 +235,12 @@ pub(super) fn begin(
     let by_text = match source {
         Ok(_) => None,
         Err(_) => by_text(&parsed, tokens, model, inputs),
+    };
+    let images = match source {
+        Err(why) if why == OpaqueReason::Images.as_str() => {
+            image_prompt(&parsed, trust, model, inputs)
+        }
+        Ok(_) | Err(_) => None,
     };
     let resume = inputs.resume.terms(&parsed, body, model.max_model_len);
     let asked = resume.as_ref().map(|_| openai::with_token_ids(body));
@@ -236,6 +258,7 @@ pub(super) fn begin(
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
         rewritten: asked.or(parsed.rewritten).map(Bytes::from),
         by_text,
+        images,
         info: parsed.info,
         sample: None,
     };
@@ -355,7 +378,7 @@ impl PlanDraft {
         let whole = |tokens: &Vec<u32>| info.keeps_whole(tokens.len(), model_max);
         let lists = lists.and_then(|lists| {
             let is_whole = lists.iter().all(whole);
-            is_whole.then_some(lists).ok_or("truncated")
+            is_whole.then_some(lists).ok_or(TRUNCATED)
         });
         let (prompt, single, unhashed) = match lists {
             // Its length is known, and its blocks are not.
@@ -365,7 +388,7 @@ impl PlanDraft {
                 let bytes = token_bytes(&lists).unwrap_or_default();
                 let seed = Seed::new(lora, info.cache_salt.as_deref());
                 let prompt = Prompt::of_text(&[&bytes], tokens, size, seed);
-                (prompt, true, Some("no_block_size"))
+                (prompt, true, Some(NO_BLOCK_SIZE))
             }
             Ok(lists) => {
                 let cut = |size: &BlockSize| hashed(&lists, &info, lora, *size);
@@ -379,15 +402,11 @@ impl PlanDraft {
                 (prompt, true, Some(why))
             }
         };
-        let reads = if info.reads_cache {
-            CacheReads::Allowed
-        } else {
-            CacheReads::Bypassed
-        };
         let mismatched = self.mismatched;
         Ok(Plan {
+            images: self.images,
             prompt: prompt
-                .with_reads(reads)
+                .with_reads(cache_reads(&info))
                 .with_mismatched(mismatched)
                 .with_session(info.user.as_deref().and_then(SessionKey::named)),
             model: name.to_owned(),
@@ -401,6 +420,34 @@ impl PlanDraft {
             resume: self.resume,
         })
     }
+}
+
+const fn cache_reads(info: &RequestInfo) -> CacheReads {
+    if info.reads_cache {
+        CacheReads::Allowed
+    } else {
+        CacheReads::Bypassed
+    }
+}
+
+/// A prompt whose only unknown is its images, for an engine to render.
+fn image_prompt(
+    parsed: &ParsedRequest<'_>,
+    trust: Option<&PromptTrust>,
+    model: &CatalogModel,
+    inputs: &PlanInputs,
+) -> Option<ImagePrompt> {
+    let renders = inputs.multimodal == MultimodalRule::Render;
+    renders.then(|| ImagePrompt {
+        route: parsed.route,
+        info: parsed.info.clone(),
+        base: model.base.clone(),
+        is_adapter: model.adapter,
+        block_sizes: model.block_sizes.clone(),
+        model_max: model.max_model_len.map(|tokens| tokens as usize),
+        reads: cache_reads(&parsed.info),
+        mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
+    })
 }
 
 /// The model with its name. Without a name it is the only base model.

@@ -2,6 +2,7 @@
 //! durations.
 
 mod hostile;
+mod images;
 mod moving;
 mod queueing;
 mod resuming;

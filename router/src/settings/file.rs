@@ -59,6 +59,7 @@ pub struct Settings {
     max_tokenizer_bytes: u64,
     pub(crate) models: ModelTable,
     models_dir: PathBuf,
+    pub(crate) multimodal: MultimodalRule,
     prefix_hash_load_percent: LoadPercent,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
@@ -90,6 +91,7 @@ impl Default for Settings {
             max_tokenizer_bytes: 1 << 30,
             models: ModelTable::default(),
             models_dir: PathBuf::new(),
+            multimodal: MultimodalRule::Load,
             prefix_hash_load_percent: LoadPercent(125),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
@@ -178,6 +180,17 @@ pub(crate) enum CompletionPrompts {
     Text,
     /// The router's token ids, where all workers are known to have the same.
     TokenIds,
+}
+
+/// What is known of prompts with images.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum MultimodalRule {
+    /// Their bytes: they are routed by load, and by what was sent before.
+    #[default]
+    Load,
+    /// Their blocks, as an engine renders them.
+    Render,
 }
 
 /// Streams that are resumed on another worker.
@@ -317,6 +330,7 @@ impl Settings {
             half_closed_clients: self.half_closed_clients,
             max_prompt_bytes: self.max_prompt_bytes,
             models: self.models.without_paths(),
+            multimodal: self.multimodal,
             resume_streams: self.resume_streams,
             tenants: tenants.into(),
             engines: self.engines.without_files(),

@@ -18,6 +18,7 @@ fn each_key_sets_its_value() {
         cors_origins = ["https://chat.example.org", "http://localhost:3000"]
         extra_routes = ["/v1/voices", "/v1/batches/"]
         completion_prompts = "token-ids"
+        multimodal = "render"
         connect_timeout_ms = 250
         drain_timeout_secs = 86400
         engine_wait_timeout_secs = 300
@@ -54,6 +55,7 @@ fn each_key_sets_its_value() {
     assert_eq!(settings.recording(), Some(rule));
     assert_eq!(settings.resume_streams, ResumeRule::All);
     assert_eq!(settings.completion_prompts, CompletionPrompts::TokenIds);
+    assert_eq!(settings.multimodal, MultimodalRule::Render);
     assert_eq!(Settings::default().recording(), None);
     let worker = "http://h:1,kv=tcp://h:2,id=a,ranks=2".parse().unwrap();
     assert_eq!(settings.workers, [worker]);

@@ -89,6 +89,7 @@ impl TraceStep {
         match self {
             Self::ReadBody => "read body",
             Self::Tokenize => "tokenize",
+            Self::RenderImages => "render images",
             Self::QueryIndex => "query index",
             Self::Choose => "choose",
         }

@@ -144,11 +144,13 @@ pub(super) fn read<'a>(
         OpenAiError::invalid("messages", "You must provide a messages parameter.")
             .with_code("missing_messages")
     })?;
-    let has_media = MediaScan::Messages
+    let media = MediaScan::Messages
         .deserialize(&mut serde_json::Deserializer::from_str(messages.get()))
         .map_err(|error| body_error(&error).with_param("messages"))?;
-    if has_media {
-        opaque.set(OpaqueReason::Multimodal);
+    match media {
+        MediaFound::None => {}
+        MediaFound::Images => opaque.set(OpaqueReason::Images),
+        MediaFound::Other => opaque.set(OpaqueReason::OtherMedia),
     }
     let tools = checked(fields, "tools")?;
     let documents = checked(fields, "documents")?;
@@ -190,8 +192,16 @@ fn checked<'a>(
     Ok(raw)
 }
 
-/// One pass over `messages` without copies, at one of four levels. The result is true if a content
-/// part carries media. It fails unless the messages are an array of objects of bounded depth.
+/// The media in content parts; the greatest counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum MediaFound {
+    None,
+    Images,
+    Other,
+}
+
+/// One pass over `messages` without copies, at one of four levels. The result is what media content
+/// parts carry. It fails unless the messages are an array of objects of bounded depth.
 #[derive(Clone, Copy)]
 enum MediaScan {
     Messages,
@@ -209,11 +219,11 @@ const TEXT_TYPES: &[&str] = &[
     "thinking",
     "tool_reference",
 ];
-const MEDIA_KEYS: &[&str] = &[
-    "image_url",
+/// Types of parts, and their keys. An engine takes a part without a type by its key.
+const IMAGE_TYPES: &[&str] = &["image_url", "input_image"];
+const OTHER_MEDIA_KEYS: &[&str] = &[
     "image_pil",
     "image_embeds",
-    "input_image",
     "audio_url",
     "audio_embeds",
     "input_audio",
@@ -222,16 +232,40 @@ const MEDIA_KEYS: &[&str] = &[
     "prompt_embeds",
 ];
 
-impl<'de> DeserializeSeed<'de> for MediaScan {
-    type Value = bool;
+impl MediaFound {
+    /// By a part's type. An unknown one may be media.
+    fn of_type(kind: &str) -> Self {
+        if TEXT_TYPES.contains(&kind) {
+            Self::None
+        } else if IMAGE_TYPES.contains(&kind) {
+            Self::Images
+        } else {
+            Self::Other
+        }
+    }
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
+    /// By a part's key. An unknown one says nothing.
+    fn of_key(key: &str) -> Self {
+        if IMAGE_TYPES.contains(&key) {
+            Self::Images
+        } else if OTHER_MEDIA_KEYS.contains(&key) {
+            Self::Other
+        } else {
+            Self::None
+        }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for MediaScan {
+    type Value = MediaFound;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<MediaFound, D::Error> {
         deserializer.deserialize_any(self)
     }
 }
 
 impl<'de> Visitor<'de> for MediaScan {
-    type Value = bool;
+    type Value = MediaFound;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -242,23 +276,23 @@ impl<'de> Visitor<'de> for MediaScan {
         })
     }
 
-    fn visit_str<E: Error>(self, text: &str) -> Result<bool, E> {
+    fn visit_str<E: Error>(self, text: &str) -> Result<MediaFound, E> {
         match self {
-            Self::Content | Self::Part => Ok(false),
+            Self::Content | Self::Part => Ok(MediaFound::None),
             Self::Messages | Self::Message => Err(E::invalid_type(Unexpected::Str(text), &self)),
         }
     }
 
-    fn visit_unit<E: Error>(self) -> Result<bool, E> {
+    fn visit_unit<E: Error>(self) -> Result<MediaFound, E> {
         match self {
-            Self::Content => Ok(false),
+            Self::Content => Ok(MediaFound::None),
             Self::Messages | Self::Message | Self::Part => {
                 Err(E::invalid_type(Unexpected::Unit, &self))
             }
         }
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<bool, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<MediaFound, A::Error> {
         let element = match self {
             Self::Messages => Self::Message,
             Self::Content => Self::Part,
@@ -266,32 +300,37 @@ impl<'de> Visitor<'de> for MediaScan {
                 return Err(A::Error::invalid_type(Unexpected::Seq, &self));
             }
         };
-        let mut has_media = false;
+        let mut media = MediaFound::None;
         while let Some(found) = seq.next_element_seed(element)? {
-            has_media |= found;
+            media = media.max(found);
         }
-        Ok(has_media)
+        Ok(media)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<MediaFound, A::Error> {
         if matches!(self, Self::Messages | Self::Content) {
             return Err(A::Error::invalid_type(Unexpected::Map, &self));
         }
         let is_part = matches!(self, Self::Part);
-        let mut has_media = false;
+        let mut media = MediaFound::None;
         while let Some(key) = map.next_key::<JsonText<'de>>()? {
-            has_media |= match key.0.as_ref() {
+            let found = match key.0.as_ref() {
                 "content" if !is_part => map.next_value_seed(Self::Content)?,
                 "type" if is_part => {
                     let kind = map.next_value::<Option<JsonText<'de>>>()?;
-                    kind.is_some_and(|kind| !TEXT_TYPES.contains(&kind.0.as_ref()))
+                    kind.map_or(MediaFound::None, |kind| MediaFound::of_type(&kind.0))
                 }
                 key => {
                     map.next_value::<SkippedValue>()?;
-                    is_part && MEDIA_KEYS.contains(&key)
+                    if is_part {
+                        MediaFound::of_key(key)
+                    } else {
+                        MediaFound::None
+                    }
                 }
             };
+            media = media.max(found);
         }
-        Ok(has_media)
+        Ok(media)
     }
 }

@@ -14,6 +14,7 @@ mod fields;
 mod form;
 mod impose;
 mod prompt_slot;
+mod rendered;
 mod request;
 mod resume;
 mod rewrite;
@@ -26,6 +27,7 @@ pub use error::{ErrorType, OpenAiError};
 pub use form::{UnreadableForm, form_field, is_form, require_form};
 pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn, impose};
 pub use prompt_slot::PromptSlot;
+pub use rendered::{RenderedPrompt, UnusableRendering, render_body, render_path};
 pub use request::{
     OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse, parse_admitted,
 };

@@ -55,8 +55,10 @@ impl RequestInfo {
 /// A reason to route by load only. Closed, so that it can be a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum OpaqueReason {
-    /// Images, audio or video: only the engine knows placeholder tokens and content hashes.
-    Multimodal,
+    /// Images, and nothing else that is opaque: an engine may render the prompt.
+    Images,
+    /// Audio, video, embeddings of media, and parts of unknown types.
+    OtherMedia,
     /// Prompt embeddings have no tokens.
     PromptEmbeds,
     /// The request carries token ids of an earlier stage.
@@ -78,7 +80,8 @@ pub enum OpaqueReason {
 impl OpaqueReason {
     pub fn as_str(self) -> &'static str {
         match self {
-            Self::Multimodal => "multimodal",
+            Self::Images => "multimodal",
+            Self::OtherMedia => "other_media",
             Self::PromptEmbeds => "prompt_embeds",
             Self::TransferredTokens => "transferred_tokens",
             Self::UnknownField => "unknown_field",
@@ -159,13 +162,16 @@ pub fn parse_admitted<'b>(
     })
 }
 
-/// The first reason for which a prompt cannot be reproduced.
+/// The first reason for which a prompt cannot be reproduced. Images give way to any other, as an
+/// engine may render them.
 #[derive(Debug, Default)]
 pub(super) struct FirstOpaque(Option<OpaqueReason>);
 
 impl FirstOpaque {
     pub(super) fn set(&mut self, reason: OpaqueReason) {
-        self.0.get_or_insert(reason);
+        if matches!(self.0, None | Some(OpaqueReason::Images)) {
+            self.0 = Some(reason);
+        }
     }
 
     pub(super) const fn reason(&self) -> Option<OpaqueReason> {

@@ -25,6 +25,7 @@ pub struct Probe {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ProbePath {
     Tokenize,
+    RenderChat,
     RenderResponses,
     RenderMessages,
 }
@@ -33,6 +34,7 @@ impl ProbePath {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Tokenize => "/tokenize",
+            Self::RenderChat => "/v1/chat/completions/render",
             Self::RenderResponses => "/v1/responses/render",
             Self::RenderMessages => "/v1/messages/render",
         }
@@ -47,6 +49,8 @@ pub enum ProbeKind {
     /// A chat whose last message goes on. SGLang's `/tokenize` refuses the fields that vLLM's needs.
     ContinuedChat,
     ChatWithTools,
+    /// A chat by the engine's render route, which images need.
+    RenderedChat,
     Responses,
     Messages,
     MessagesWithTools,
@@ -124,6 +128,7 @@ pub struct TokenTrust {
     pub completions: bool,
     pub chat: bool,
     pub chat_with_tools: bool,
+    pub rendered_chat: bool,
     pub responses: bool,
     pub messages: bool,
     pub messages_with_tools: bool,
@@ -156,6 +161,7 @@ pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict
         completions: trusted(ProbeKind::Completion),
         chat,
         chat_with_tools: chat && trusted(ProbeKind::ChatWithTools),
+        rendered_chat: trusted(ProbeKind::RenderedChat),
         responses: trusted(ProbeKind::Responses),
         messages: trusted(ProbeKind::Messages),
         messages_with_tools: trusted(ProbeKind::Messages) && trusted(ProbeKind::MessagesWithTools),
@@ -196,6 +202,9 @@ const PROBES: &str = include_str!("probes.json");
 struct ProbeDefinition {
     name: &'static str,
     body: Map<String, Value>,
+    /// It is sent to the chat's render route.
+    #[serde(default)]
+    rendered: bool,
 }
 
 impl ProbeDefinition {
@@ -211,6 +220,8 @@ impl ProbeDefinition {
             (PromptRoute::Responses, ProbeKind::Responses)
         } else if self.body.contains_key("prompt") {
             (PromptRoute::Completions, ProbeKind::Completion)
+        } else if self.rendered {
+            (PromptRoute::ChatCompletions, ProbeKind::RenderedChat)
         } else if has_tools {
             (PromptRoute::ChatCompletions, ProbeKind::ChatWithTools)
         } else if self.body.contains_key("continue_final_message") {
@@ -226,6 +237,7 @@ impl ProbeDefinition {
             path: match route {
                 PromptRoute::Responses => ProbePath::RenderResponses,
                 PromptRoute::Messages => ProbePath::RenderMessages,
+                PromptRoute::ChatCompletions if self.rendered => ProbePath::RenderChat,
                 PromptRoute::ChatCompletions | PromptRoute::Completions => ProbePath::Tokenize,
             },
             ours: encode(tokenizer, route, &body, now),

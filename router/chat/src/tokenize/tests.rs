@@ -200,7 +200,7 @@ fn a_bare_tokenizer_has_no_templates() {
 fn the_quick_starts_tokenizer_encodes_every_probe() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
     let probes = parity::probes(&tokenizer, "m", now());
-    assert_eq!(probes.len(), 22);
+    assert_eq!(probes.len(), 23);
     assert!(probes.iter().all(|probe| probe.ours.is_ok()), "{probes:?}");
     let mut verdicts = Vec::new();
     for probe in &probes {

@@ -83,6 +83,7 @@ fn inputs() -> PlanInputs {
         sampling: TextSampling::Discard,
         resume: ResumeRule::Off,
         completion_prompts: CompletionPrompts::Text,
+        multimodal: MultimodalRule::Load,
     }
 }
 

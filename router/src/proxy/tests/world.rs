@@ -121,6 +121,16 @@ struct Inner {
     events: Mutex<usize>,
     /// Ids of `/v1/responses`.
     stored: Mutex<Vec<String>>,
+    rendering: Mutex<RenderRoutes>,
+}
+
+/// How an engine's render routes answer.
+#[derive(Clone, Default)]
+enum RenderRoutes {
+    #[default]
+    AsOthers,
+    Never,
+    With(StatusCode, String),
 }
 
 impl Engine {
@@ -133,6 +143,7 @@ impl Engine {
             streams: Mutex::default(),
             events: Mutex::default(),
             stored: Mutex::default(),
+            rendering: Mutex::default(),
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -342,6 +353,14 @@ impl Engine {
         *self.inner.status.lock().unwrap() = status;
     }
 
+    pub(super) fn render_with(&self, status: StatusCode, answer: String) {
+        *self.inner.rendering.lock().unwrap() = RenderRoutes::With(status, answer);
+    }
+
+    pub(super) fn render_never(&self) {
+        *self.inner.rendering.lock().unwrap() = RenderRoutes::Never;
+    }
+
     pub(super) fn stores(&self, id: &str) {
         self.inner.stored.lock().unwrap().push(id.to_owned());
     }
@@ -446,6 +465,7 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     let asked_id = asked_id.map(|rest| rest.trim_end_matches("/cancel").to_owned());
     let has_id = |id: &String| inner.stored.lock().unwrap().contains(id);
     let is_missing = asked_id.is_some_and(|id| !has_id(&id));
+    let renders = parts.uri.path().ends_with("/render");
     inner.seen.lock().unwrap().push(Seen {
         path: parts.uri.path_and_query().unwrap().to_string(),
         headers: parts.headers,
@@ -453,8 +473,16 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     });
     let mut abandoned = Abandoned(Some(Arc::clone(&inner)));
     inner.asked.send_modify(|asked| *asked += 1);
-    if json["hold"] == true {
+    let rendering = match renders {
+        true => inner.rendering.lock().unwrap().clone(),
+        false => RenderRoutes::AsOthers,
+    };
+    if json["hold"] == true || matches!(rendering, RenderRoutes::Never) {
         std::future::pending::<()>().await;
+    }
+    if let RenderRoutes::With(status, answer) = rendering {
+        abandoned.0 = None;
+        return (status, answer).into_response();
     }
     let status = match is_missing {
         true => StatusCode::NOT_FOUND,

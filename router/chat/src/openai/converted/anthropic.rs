@@ -192,7 +192,7 @@ impl OwnMessage {
             "redacted_thinking" | "tool_reference" => {}
             "tool_use" => self.calls.push(call(block)?),
             "tool_result" if role == "user" => tool_result(block, chat)?,
-            "image" => return Err(OpaqueReason::Multimodal),
+            "image" => return Err(OpaqueReason::Images),
             _ => return Err(OpaqueReason::UnknownItem),
         }
         Ok(())
@@ -248,7 +248,7 @@ fn tool_result(block: Block<'_>, chat: &mut Vec<Value>) -> Conversion<()> {
                         let part = |name| json!({ "type": "tool_reference", "name": name });
                         references.extend(name.map(part));
                     }
-                    "image" => return Err(OpaqueReason::Multimodal),
+                    "image" => return Err(OpaqueReason::Images),
                     _ => return Err(OpaqueReason::UnknownItem),
                 }
             }

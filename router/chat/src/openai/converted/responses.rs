@@ -266,7 +266,8 @@ fn input_content(raw: &RawValue) -> Conversion<Value> {
     let parts: Vec<TextPart> = serde_json::from_str(list.get()).map_err(unknown)?;
     let part = |part: TextPart| match (part.r#type.as_str(), part.text) {
         ("input_text", Some(text)) => Ok(json!({ "type": "input_text", "text": text })),
-        ("input_image" | "input_file" | "input_audio", _) => Err(OpaqueReason::Multimodal),
+        ("input_image", _) => Err(OpaqueReason::Images),
+        ("input_file" | "input_audio", _) => Err(OpaqueReason::OtherMedia),
         _ => Err(OpaqueReason::UnknownItem),
     };
     parts.into_iter().map(part).collect()

@@ -116,14 +116,27 @@ fn what_has_no_token_ids_is_opaque() {
         {"type":"image_url","image_url":{"url":"data:"}}]}]"#;
     let untyped = r#"[{"role":"user","content":[{"image_url":"x"}]}]"#;
     let text = r#"[{"role":"user","content":[{"type":"text","text":"a"},"b"]}]"#;
+    let part = |part: &str| format!(r#"[{{"role":"user","content":[{part}]}}]"#);
+    let sound = part(r#"{"type":"image_url"},{"type":"input_audio","input_audio":{}}"#);
+    let embedded = part(r#"{"type":"image_embeds","image_embeds":"AAAA"}"#);
+    let unknown = part(r#"{"type":"scent"},{"image_url":"x"}"#);
     for (messages, expected) in [
-        (image, Some(OpaqueReason::Multimodal)),
-        (untyped, Some(OpaqueReason::Multimodal)),
+        (image, Some(OpaqueReason::Images)),
+        (untyped, Some(OpaqueReason::Images)),
+        (&sound, Some(OpaqueReason::OtherMedia)),
+        (&embedded, Some(OpaqueReason::OtherMedia)),
+        (&unknown, Some(OpaqueReason::OtherMedia)),
         (text, None),
     ] {
         let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
         assert_eq!(chat(&body).info.opaque, expected);
     }
+    // Images are rendered by an engine only if nothing else is in doubt.
+    let body = format!(r#"{{"messages":{image},"kv_transfer_params":{{"prompt_token_ids":[1]}}}}"#);
+    assert_eq!(
+        chat(&body).info.opaque,
+        Some(OpaqueReason::TransferredTokens)
+    );
     for (field, expected) in [
         (r#""prompt_embeds":"AAAA""#, OpaqueReason::PromptEmbeds),
         (r#""prompt":"a","suffix":"b""#, OpaqueReason::Suffix),
