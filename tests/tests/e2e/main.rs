@@ -43,6 +43,7 @@ mod engine_load;
 mod faults;
 mod fleet;
 mod idle_connections;
+mod images;
 mod live_page;
 mod mixed;
 #[path = "../../../proto/plane/tests/nats_server/mod.rs"]
