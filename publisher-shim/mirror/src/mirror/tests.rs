@@ -4,7 +4,9 @@ mod save;
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use warmroute_proto::TierState;
+use serde_json::json;
+use warmroute_proto::hash::{self, PlacedItem};
+use warmroute_proto::{BlockSize, TierState};
 
 use super::*;
 use crate::testing::LogReader;
@@ -459,6 +461,43 @@ fn seeds_are_inherited() {
     let seed = Seed::new(Some("my-lora"), Some("tenant-a"));
     let pair = (seeded_prefix(&[1, 2], seed), Tier::Gpu);
     assert!(follower.mirror.held().contains(&pair));
+}
+
+/// From an engine's message: an adapter, a salt, an item over two blocks, and three in one.
+#[test]
+fn multimodal_blocks_have_the_names_that_routers_compute() {
+    let tokens: Vec<u32> = (0..12).collect();
+    let keys = json!([
+        ["lora-a", ["a", 1], "tenant-a"],
+        ["lora-a", ["a", -3], ["b", 2], ["c", 3]],
+        ["lora-a"],
+    ]);
+    let event = json!({
+        "type": "BlockStored", "block_hashes": [1, 2, 3], "parent_block_hash": null,
+        "token_ids": tokens, "block_size": 4, "lora_id": 1, "medium": "GPU",
+        "lora_name": "lora-a", "extra_keys": keys, "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    });
+    let payload = rmp_serde::to_vec(&json!([1.5, [event], 0])).unwrap();
+    let mut mirror = mirror(Start::Empty);
+    mirror.apply(&Batch::decode(&payload).unwrap()).unwrap();
+    let item = |identifier: &str, offset, length| PlacedItem {
+        identifier: identifier.into(),
+        offset,
+        length,
+    };
+    let items = [item("a", 1, 5), item("b", 6, 1), item("c", 7, 1)];
+    let (seed, size) = (
+        Seed::new(Some("lora-a"), Some("tenant-a")),
+        BlockSize::new(4).unwrap(),
+    );
+    let locals = hash::local_hashes_with_items(&tokens, size, seed, &items);
+    let pairs: BTreeSet<_> = hash::prefix_hashes(None, &locals)
+        .map(|prefix| (prefix, Tier::Gpu))
+        .collect();
+    let held: BTreeSet<_> = mirror.held().into_iter().collect();
+    assert_eq!((held.len(), held), (3, pairs));
+    assert_eq!(mirror.states().gpu, TierState::Complete);
 }
 
 #[test]
