@@ -4,7 +4,8 @@
 #   tests/real-vllm.sh          installs what is missing, builds, runs all checks: one process
 #   tests/real-vllm.sh --nats   the same over a nats-server: two shims, two indexers, two routers
 #
-# MODEL_FORM the model's attention: full (default), sliding (windows and full attention), all-sliding
+# MODEL_FORM the model's attention: full (default), sliding (windows and full attention), all-sliding; or images, for
+#            prompts with images only
 # VLLM_DIR   where the engines' virtual environment, the model and the logs go (.real-vllm)
 # VLLM_VENV  a virtual environment that has vLLM already (VLLM_DIR/venv)
 #

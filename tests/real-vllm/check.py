@@ -29,7 +29,7 @@ from fleet import (
     wait_for,
 )
 from plane import FEED_COUNTS, Distributed, Embedded
-from scenarios import late_start, other_model, other_routes, overload
+from scenarios import images, late_start, other_model, other_routes, overload
 
 QUIET_SECS = 0.3
 ATTEMPTS = 50
@@ -477,6 +477,10 @@ def run(given, engines, routers):
     routers.append(router)
     checker = Checker(router, engines, given.form)
     checker.registration()
+    if given.form == "images":
+        images(checker)
+        checker.end()
+        return
     checker.sequential()
     other_routes(checker)
     checker.pressure()

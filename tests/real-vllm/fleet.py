@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 BLOCK_TOKENS = 32
-BLOCKS = {"full": 65, "sliding": 193, "all-sliding": 36}
+BLOCKS = {"full": 65, "images": 65, "sliding": 193, "all-sliding": 36}
 """By the model's form; vLLM keeps one for itself, and one for each of three groups holds the same tokens."""
 OFFLOAD_BYTES = 96 * 16384
 """96 blocks of two layers with two heads of 32."""

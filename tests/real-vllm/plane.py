@@ -14,6 +14,8 @@ FEED_COUNTS = ("batches", "gaps", "gaps_unfilled", "restarts", "payloads_malform
 
 
 SETTINGS = """\
+multimodal = "render"
+
 [admin]
 explain_headers = "all"
 

@@ -1,7 +1,10 @@
-"""Further checks, each on a checker: other routes, overload, a router that starts late, a second model."""
+"""Further checks, each on a checker: other routes, images, overload, a router that starts late, a second model."""
 
+import base64
 import random
+import struct
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 from fleet import (
@@ -192,6 +195,70 @@ def unlearn(checker, late, hot):
             print(f"{worker}: {state}, credited {credit}, cached {cached}")
             over += credit > cached
     check(0 < over <= len(hot) * len(checker.engines), f"{over} requests found less than learned")
+
+
+def picture(color):
+    """A PNG of one color, as vLLM reads it in a chat."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    width, height = 80, 70
+    rows = (b"\0" + bytes(color) * width) * height
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    image = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return base64.b64encode(image).decode()
+
+
+def images(checker):
+    phase("prompts with images are credited as the engine caches them")
+    red, blue, green = ((200, 0, 0), (0, 0, 200), (0, 200, 0))
+    system, text = checker.words(60), checker.words(70)
+
+    def parts(pictures, question, named=False):
+        urls = [{"url": f"data:image/png;base64,{picture(color)}"} for color in pictures]
+        shown = [{"type": "image_url", "image_url": url} for url in urls]
+        if named:
+            shown = [{**part, "uuid": str(color)} for part, color in zip(shown, pictures)]
+        return [{"type": "text", "text": "Look:"}, *shown, {"type": "text", "text": question}]
+
+    def ask(pictures, question=text, named=False, **more):
+        content = parts(pictures, question, named)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+        body = {"messages": messages, "max_tokens": 2, "ignore_eos": True, **more}
+        return cached_tokens(checker.compare("/v1/chat/completions", body)["usage"])
+
+    before = ask([red])
+    check(before == 0 and ask([red]) > 3 * BLOCK_TOKENS, "the image's blocks are not found again")
+    check(ask([blue]) < ask([red]), "the other image has other blocks")
+    order = [red, blue, green]
+    ask(order)
+    whole = ask(order)
+    check(ask([blue, red, green]) < whole, "images that change places have other blocks")
+    check(ask(order, cache_salt="tenant") == 0, "a salt has its own blocks")
+    ask(order, cache_salt="tenant")
+    ask(order, named=True)
+    ask(order, named=True)
+    for _ in range(60):
+        pictures = checker.random.choices([*order, (9, 9, 9)], k=checker.random.randint(1, 4))
+        question = text[: checker.random.choice([40, 200, 400])]
+        ask(pictures, question, named=checker.random.random() < 0.3)
+    anthropic = [{"type": "base64", "media_type": "image/png", "data": picture(color)} for color in order]
+    content = [{"type": "image", "source": source} for source in anthropic]
+    body = {"max_tokens": 2, "system": system, "messages": [{"role": "user", "content": content}]}
+    urls = [f"data:image/png;base64,{picture(color)}" for color in order]
+    shown = [{"type": "input_image", "detail": "auto", "image_url": url} for url in urls]
+    listed_parts = [{"type": "input_text", "text": text}, *shown]
+    other = {"max_output_tokens": 2, "instructions": system, "input": [{"role": "user", "content": listed_parts}]}
+    for _ in range(2):
+        checker.compare("/v1/messages", body)
+        checker.compare("/v1/responses", other)
+    for router in checker.router.routers():
+        rendered = router.metric("decision_step_seconds_count", 'step="render"')
+        seconds = router.metric("decision_step_seconds_sum", 'step="render"')
+        print(f"{rendered:.0f} prompts rendered, {1000 * seconds / max(rendered, 1):.1f} ms each")
+        check(router.metric("unhashed_requests_total") == 0, "a prompt was not rendered")
+    checker.report()
 
 
 def other_model(checker, given):
