@@ -319,11 +319,11 @@ const fn candidate_health(worker: &FleetWorker) -> route::Health {
 
 #[cfg(test)]
 impl Fleet {
-    /// A worker passes all checks of the model `m`.
-    pub(crate) fn pass_checks(&self, worker: &WorkerId) {
+    /// All checks of a worker's model `m` have this result.
+    pub(crate) fn set_checks(&self, worker: &WorkerId, result: &CheckResult) {
         let checks = checks::ModelChecks {
             tokenizer: None,
-            tokens: checks::TokenChecks::all(&CheckResult::Passed),
+            tokens: checks::TokenChecks::all(result),
         };
         let models = [("m".to_owned(), checks)].into();
         let checks = checks::RegistrationChecks::new(CheckResult::Passed, models);

@@ -179,6 +179,8 @@ fn shortened(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shared_core::SharedCore;
+    use crate::testing;
 
     const HASHES: [&str; 2] = [
         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
@@ -216,6 +218,21 @@ mod tests {
         let digests: std::collections::BTreeSet<u64> =
             texts.iter().map(|one| digest(one)).collect();
         assert_eq!(digests.len(), texts.len());
+    }
+
+    #[test]
+    fn a_worker_without_a_render_route_is_a_fault_where_images_are_to_be_rendered() {
+        let core = testing::core(testing::ROUTER, Knobs::default());
+        let fleet = Fleet::new(SharedCore::new(core), None);
+        fleet.register(testing::worker_entry("w", 16));
+        fleet.set_checks(&"w".into(), &CheckResult::skipped("no route"));
+        let faults = |rule| {
+            let workers = fleet.snapshot();
+            let faults = failed_checks(&workers[0], rule).map(|fault| fault.check);
+            faults.collect::<Vec<_>>()
+        };
+        assert_eq!(faults(MultimodalRule::Load), [""; 0]);
+        assert_eq!(faults(MultimodalRule::Render), [RENDERED_CHAT]);
     }
 
     #[test]

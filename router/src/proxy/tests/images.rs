@@ -1,6 +1,7 @@
 //! Prompts with images, rendered by an engine or not.
 
 use super::*;
+use crate::fleet::CheckResult;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -20,7 +21,8 @@ fn rendering() -> String {
 
 async fn world(engine: &Engine) -> World {
     let world = World::with(&[engine]).await;
-    world.app.fleet.pass_checks(&"w0".into());
+    let fleet = &world.app.fleet;
+    fleet.set_checks(&"w0".into(), &CheckResult::Passed);
     world.set("multimodal = \"render\"");
     world
 }
