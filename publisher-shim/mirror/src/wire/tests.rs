@@ -3,7 +3,8 @@ use std::num::NonZeroU32;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use warmroute_proto::hash::item_hash;
+use warmroute_proto::hash::{PlacedItem, item_hash, local_hashes_with_items};
+use warmroute_proto::{BlockSize, LocalHash, Seed};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::*;
@@ -241,6 +242,54 @@ fn embedding_digests_come_as_bytes_and_are_opaque() {
     let opaque = xxh3_64(&[0x91, 0xc4, 0x02, 0xaa, 0xbb]);
     assert_eq!(stored.keys[0].1.opaque, Some(opaque));
     assert_eq!(batch.dp_rank, None);
+}
+
+/// Recorded from vLLM 0.32 with a small LLaVA: events of a prompt, and what the engine's render route
+/// answers to it. A router has the latter only.
+const IMAGES: &str = include_str!("../../testdata/v032_images.jsonl");
+
+#[test]
+fn blocks_of_real_images_have_the_names_that_a_rendering_gives() {
+    for line in IMAGES.lines() {
+        let sample: Value = serde_json::from_str(line).unwrap();
+        let render = &sample["render"];
+        let ids = render["token_ids"].as_array().unwrap().iter();
+        let ids: Vec<u32> = ids
+            .map(|id| id.as_u64().unwrap().try_into().unwrap())
+            .collect();
+        let image = |of: &str| render["features"][of]["image"].as_array().unwrap().clone();
+        let images = image("mm_hashes").into_iter().zip(image("mm_placeholders"));
+        let number = |value: &Value| usize::try_from(value.as_u64().unwrap()).unwrap();
+        let images: Vec<_> = images
+            .map(|(name, place)| PlacedItem {
+                identifier: name.as_str().unwrap().into(),
+                offset: number(&place["offset"]),
+                length: number(&place["length"]),
+            })
+            .collect();
+        let (seed, size) = (
+            Seed::new(None, render["cache_salt"].as_str()),
+            BlockSize::new(32).unwrap(),
+        );
+        let expected = local_hashes_with_items(&ids, size, seed, &images);
+        let payload = bytes_of_hex(sample["payloads"][0].as_str().unwrap());
+        let batch = Batch::decode(&payload).unwrap();
+        let [CacheEvent::Stored(stored)] = &batch.events[..] else {
+            panic!("{batch:?}")
+        };
+        let items = |block: usize| {
+            let keys = stored.keys.iter().find(|(index, _)| *index == block);
+            keys.map_or(Vec::new(), |(_, keys)| keys.items.clone())
+        };
+        let blocks = stored.tokens.chunks_exact(32).enumerate();
+        let blocks = blocks.map(|(at, tokens)| LocalHash::of_block(tokens, &items(at), seed));
+        let found: Vec<_> = blocks.collect();
+        // The blocks before were cached.
+        assert!(expected.ends_with(&found), "{stored:?}");
+        assert!(stored.keys.iter().any(|(_, keys)| keys.items.len() > 1));
+        assert!(stored.keys.iter().all(|(_, keys)| keys.opaque.is_none()));
+        assert_eq!(stored.salt.as_deref(), render["cache_salt"].as_str());
+    }
 }
 
 #[test]
