@@ -179,9 +179,9 @@ label! {
         /// All workers are paused after failures.
         Paused = "render_paused",
         Timeout = "render_timeout",
-        /// No connection, a broken answer, 429, or 5xx.
+        /// No connection, a broken answer, 429, or 5xx but 500.
         Failed = "render_failed",
-        /// The engine refused the prompt.
+        /// The engine refused the prompt, or could not fetch an image.
         Refused = "render_refused",
         /// The answer is too large: the engine sends processed images.
         TooLarge = "render_too_large",

@@ -280,6 +280,8 @@ impl App {
         match response.status() {
             StatusCode::OK => {}
             StatusCode::TOO_MANY_REQUESTS => return Err(RenderFailure::Failed),
+            // vLLM's answer where it cannot fetch an image.
+            StatusCode::INTERNAL_SERVER_ERROR => return Err(RenderFailure::Refused),
             status if status.is_client_error() => return Err(RenderFailure::Refused),
             _ => return Err(RenderFailure::Failed),
         }

@@ -85,6 +85,11 @@ async fn a_prompt_that_is_not_rendered_is_routed_with_its_reason() {
         (
             StatusCode::INTERNAL_SERVER_ERROR,
             String::new(),
+            "render_refused",
+        ),
+        (
+            StatusCode::SERVICE_UNAVAILABLE,
+            String::new(),
             "render_failed",
         ),
         (StatusCode::FOUND, String::new(), "render_failed"),
