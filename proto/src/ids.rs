@@ -204,10 +204,28 @@ impl fmt::Display for BlockSize {
 /// logs have the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 pub struct StreamIdentity {
-    /// When the log was created, nanoseconds since the Unix epoch.
+    /// When the log was created, nanoseconds since the Unix epoch; 0 for a log in the memory of its
+    /// one reader.
     pub created_unix_ns: u64,
     /// A random number, drawn at creation.
     pub nonce: u64,
+}
+
+impl StreamIdentity {
+    /// A log in the memory of the process that reads it.
+    #[must_use]
+    pub const fn of_one_reader(nonce: u64) -> Self {
+        Self {
+            created_unix_ns: 0,
+            nonce,
+        }
+    }
+
+    /// Whether one process alone reads this log: no other one can be ahead of it.
+    #[must_use]
+    pub const fn is_of_one_reader(&self) -> bool {
+        self.created_unix_ns == 0
+    }
 }
 
 /// A router replica: 128 random bits that it draws at its start.

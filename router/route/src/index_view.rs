@@ -372,9 +372,11 @@ fn applied(number: Option<RecordNumber>) -> u64 {
 
 impl SourceFreshness {
     /// Its demotion, if it counts while answers are of this log.
+    /// Logs of one reader differ by replica, not by what they contain.
     fn demotion(&self, log: Option<StreamIdentity>) -> Option<LogGeneration> {
+        let is_same = |at: &LogGeneration| Some(at.log) == log || at.log.is_of_one_reader();
         self.demoted
-            .filter(|at| Some(at.log) == log && self.generation <= Some(at.generation))
+            .filter(|at| is_same(at) && self.generation <= Some(at.generation))
     }
 
     fn take_in(&mut self, answer: ShownRecord, now: Instant) -> Freshness {
@@ -484,6 +486,11 @@ struct PositionsSeen {
 
 impl PositionsSeen {
     fn observe(&mut self, log: StreamIdentity, position: LogPosition, now: Instant) -> Freshness {
+        if log.is_of_one_reader() {
+            // Only numbers of records show which replica is behind.
+            self.log = Some(log);
+            return Freshness::Fresh;
+        }
         let of = |log: StreamIdentity| (log.created_unix_ns, log.nonce);
         let (known, new) = (self.log.map(of), Some(of(log)));
         let is_highest = (new, Some(position.0)) >= (known, self.positions.highest());

@@ -25,7 +25,7 @@ fn part(generation: u64, number: Option<u64>) -> SourceAnswer {
 }
 
 const LOG: StreamIdentity = StreamIdentity {
-    created_unix_ns: 1,
+    created_unix_ns: 2,
     nonce: 2,
 };
 
@@ -153,10 +153,38 @@ fn a_demotion_ends_with_its_log() {
         (known.state(), known.demoted.is_some())
     };
     // A replica that still reads an older log: nothing to compare, and no end.
-    assert_eq!(judge(0, start), (SourceState::Stale, false));
+    assert_eq!(judge(1, start), (SourceState::Stale, false));
     assert_eq!(judge(9, start), (SourceState::Exact, false));
     assert_eq!(fixture.view.demoted().count(), 0);
     assert!(!fixture.view.reinstate(id));
+}
+
+/// Replicas without a common log: records alone show which one is behind, and what an engine
+/// contradicted is contradicted whichever replica answers.
+#[test]
+fn replicas_with_logs_of_their_own_are_compared_by_records() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    let id = fixture.table.intern(&source("w"));
+    let judge = |fixture: &mut Fixture, nonce, number, now| {
+        let log = StreamIdentity::of_one_reader(nonce);
+        let reply = runs_of(log, vec![part(5, Some(number))]);
+        let trusted = fixture.view.judge(&mut fixture.table, &reply, now);
+        trusted.of(id).unwrap().state()
+    };
+    for (nonce, number) in [(7, 3), (1, 4), (7, 4), (9, 4), (1, 4)] {
+        let state = judge(&mut fixture, nonce, number, start);
+        assert_eq!(state, SourceState::Exact, "{nonce}");
+    }
+    let later = start + ms(600);
+    assert_eq!(judge(&mut fixture, 9, 3, later), SourceState::Stale);
+    let demoted = LogGeneration {
+        log: StreamIdentity::of_one_reader(7),
+        generation: Generation(5),
+    };
+    fixture.view.demote(id, demoted);
+    for nonce in [7, 1] {
+        assert_eq!(judge(&mut fixture, nonce, 5, later), SourceState::Stale);
+    }
 }
 
 #[test]
