@@ -17,7 +17,9 @@ use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::{diagnose, refused_clients};
 use warmroute_indexer::http::{self, ApiKeys};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, unix_ns};
-use warmroute_plane::{InitConfig, NatsError, NatsPlane};
+use warmroute_plane::{
+    InitConfig, NamespaceSetup, NatsBus, NatsConfig, NatsError, NatsPlane, Plane, PlaneLog,
+};
 use warmroute_process::access::{BindScope, PortAccess};
 use warmroute_process::args::NatsArgs;
 use warmroute_process::signals::Signals;
@@ -62,8 +64,15 @@ fn credentials(step: &CredentialsStep, nats: &NatsArgs) -> anyhow::Result<ExitCo
 
 /// Prints what is missing or different, then creates what is missing.
 async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode> {
+    let log = nats::log(&config.nats)?;
     let nats = nats::config(&config.nats, "warmroute-init")?;
     let namespace = &config.nats.namespace;
+    if log == PlaneLog::None {
+        announce(format_args!(
+            "now: namespace {namespace} needs no set-up without a log"
+        ));
+        return Ok(ExitCode::SUCCESS);
+    }
     let wait = Duration::from_secs(sizes.wait_secs);
     let started = Instant::now();
     let before = nats::retry_unreachable(wait, async || NatsPlane::connect(nats.clone()).await);
@@ -91,9 +100,10 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
 async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCode> {
     let nats = nats::config(&config.nats, "warmroute-doctor")?;
     let wait = Duration::from_secs(how.wait_secs);
-    let inspect = async || NatsPlane::inspect(nats.clone(), unix_ns).await;
-    let (plane, setup) = nats::retry_unreachable(wait, inspect).await?;
-    let look = PlaneReader::new(Arc::new(plane.clone()), &config.indexer.namespace);
+    let log = nats::log(&config.nats)?;
+    let inspect = async || inspect(nats.clone(), log).await;
+    let (plane, bus, setup) = nats::retry_unreachable(wait, inspect).await?;
+    let look = PlaneReader::new(plane, &config.indexer.namespace);
     let mut state = look.read(setup).await.context("reading the plane")?;
     if how.probe {
         let tls = EngineTls::of_file(how.engine_ca.as_deref()).context("--engine-ca")?;
@@ -103,7 +113,7 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
         let refused = refused_clients(urls).await.context("--nats-monitor")?;
         state.refused = Some(refused);
     }
-    state.complaint = plane.last_server_error();
+    state.complaint = bus.last_server_error();
     state.indexers_expected = how.expect_indexers;
     let report = diagnose(&state);
     match how.json {
@@ -111,6 +121,27 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
         false => announce(format_args!("{report}")),
     }
     Ok(ExitCode::from(u8::from(report.needs_action())))
+}
+
+/// Connects without a check of the set-up.
+async fn inspect(
+    config: NatsConfig,
+    log: PlaneLog,
+) -> Result<(Arc<dyn Plane>, NatsBus, NamespaceSetup), NatsError> {
+    match log {
+        PlaneLog::JetStream => {
+            let (plane, setup) = NatsPlane::inspect(config, unix_ns).await?;
+            let bus = plane.bus();
+            Ok((Arc::new(plane), bus, setup))
+        }
+        PlaneLog::None => {
+            let namespace = config.namespace.clone();
+            let bus = NatsBus::connect_to_any(config).await?;
+            let setup = bus.setup();
+            let plane = nats::core_plane(bus.clone(), namespace).await;
+            Ok((Arc::new(plane), bus, setup))
+        }
+    }
 }
 
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
@@ -128,21 +159,27 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let tasks = Tasks::new(failures);
     let nats = nats::join(&config.nats, "warmroute-indexer", &tasks).await?;
     let id = format!("{:016x}", Uuid::new_v4().as_u64_pair().0);
-    let service = Service::new(config.indexer, nats.plane())
+    let snapshots = match nats.log() {
+        PlaneLog::JetStream => Some(SnapshotConfig {
+            writer: id.clone(),
+            schedule: config.snapshots,
+        }),
+        PlaneLog::None => None,
+    };
+    let mut service = Service::new(config.indexer, nats.plane())
         .context("setting up the metrics")?
         .with_refusals({
             let nats = nats.clone();
             move || nats.refused_permissions()
         })
         .with_metrics(move || nats.metrics_text())
-        .with_snapshots(SnapshotConfig {
-            writer: id.clone(),
-            schedule: config.snapshots,
-        })
         .registered_as(Replica {
             id,
             url: reached_at(address),
         });
+    if let Some(snapshots) = snapshots {
+        service = service.with_snapshots(snapshots);
+    }
     let handle = service.handle();
     tasks.spawn("api-key", keys.follow(tasks.stop.clone()));
     let stop = tasks.stop.clone();

@@ -18,6 +18,7 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::load::{LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry};
+use crate::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, RegistryWrite};
 use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
     DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX,
@@ -141,6 +142,10 @@ kinds! {
     ReplicaFaults = 34,
     RouterRefusals = 35,
     TenantLevels = 36,
+    RegistryWrite = 37,
+    PeerBeacon = 38,
+    RegistryPageRequest = 39,
+    RegistryPage = 40,
 }
 
 #[derive(Debug, thiserror::Error)]

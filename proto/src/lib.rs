@@ -14,6 +14,7 @@ pub mod hash;
 mod ids;
 pub mod load;
 pub mod message;
+pub mod peers;
 pub mod query;
 mod record;
 pub mod registry;

@@ -6,6 +6,7 @@
 
 use std::fmt::Write as _;
 
+use crate::peers::PeerId;
 use crate::registry::RANKS_MAX;
 use crate::{DpRank, Namespace, RouterId, Source, WorkerId};
 
@@ -14,6 +15,8 @@ const DEMOTED: &str = "demoted";
 const FACTS: &str = "facts";
 const REFUSED: &str = "refused";
 const DRAIN_CONTEXT: &str = "router.drain";
+const CORE: &str = "core";
+const PUT: &str = "core.put";
 
 /// One name as one subject token. The empty name is `=`.
 #[must_use]
@@ -316,6 +319,52 @@ impl Subjects {
     #[must_use]
     pub fn key_shim(&self, key: &str) -> Option<WorkerId> {
         decode_name(self.rest(key, "shim")?).map(WorkerId::from)
+    }
+
+    /// Broadcast: a write of one registry key, on a plane without a log server. `None` for a key of
+    /// another namespace.
+    #[must_use]
+    pub fn registry_write(&self, key: &str) -> Option<String> {
+        let key = key.strip_prefix(&self.prefix)?.strip_prefix('.')?;
+        Some(self.with(PUT, key))
+    }
+
+    /// Broadcast: the writes of all registry keys.
+    #[must_use]
+    pub fn all_registry_writes(&self) -> String {
+        self.with(PUT, ">")
+    }
+
+    /// The registry key whose writes this subject carries.
+    #[must_use]
+    pub fn written_key(&self, subject: &str) -> Option<String> {
+        let key = self.rest(subject, PUT)?;
+        Some(format!("{}.{key}", self.prefix))
+    }
+
+    /// Broadcast: signs of life of the processes of a plane without a log server.
+    #[must_use]
+    pub fn beacons(&self) -> String {
+        self.with(CORE, "beacon")
+    }
+
+    /// Request: a part of the registry of any process that has all of it.
+    #[must_use]
+    pub fn registry_pages(&self) -> String {
+        self.with(CORE, "pages")
+    }
+
+    /// Request: a part of the registry of one process.
+    #[must_use]
+    pub fn registry_pages_of(&self, peer: PeerId) -> String {
+        self.with(CORE, &format!("pages.{:016x}", peer.0))
+    }
+
+    /// Request that no process serves: the server's answer shows that it received what was sent
+    /// before.
+    #[must_use]
+    pub fn round_trip(&self) -> String {
+        self.with(CORE, "ping")
     }
 
     fn with(&self, part: &str, rest: &str) -> String {

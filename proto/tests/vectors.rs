@@ -22,6 +22,9 @@ use warmroute_proto::load::{
     LoadAnswer, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest,
     LoadRequestKind, OpenSlot, Presence, RouterEntry, SampledPrefix, SlotEnd, StatePart,
 };
+use warmroute_proto::peers::{
+    PeerBeacon, PeerId, RegistryDigest, RegistryPage, RegistryPageRequest, RegistryWrite,
+};
 use warmroute_proto::query::{
     HoldAnswer, HoldQuery, HoldSpan, IndexAnswer, IndexQuery, SourceAnswer, SourceState,
     UnknownReason,
@@ -687,6 +690,44 @@ fn golden_samples_of_rosters() {
     golden("holder_answer_behind", &HolderAnswer::Behind);
 }
 
+#[test]
+fn samples_of_peers() {
+    let write = RegistryWrite {
+        key: "wr.prod.worker.w=2E0".to_owned(),
+        revision: 0x0123_4567_89ab_cdef,
+        value: Some(vec![2, 6, 255]),
+        lease_ms: Some(6000),
+    };
+    let deleted = RegistryWrite {
+        key: "wr.prod.drain.w".to_owned(),
+        revision: 7,
+        value: None,
+        lease_ms: None,
+    };
+    golden("registry_write", &write);
+    golden("registry_write_deleted", &deleted);
+    let mut registry = RegistryDigest::default();
+    registry.insert("wr.prod.generation.w.0", 65_537);
+    golden(
+        "peer_beacon",
+        &PeerBeacon {
+            peer: PeerId(0xfedc_ba98_7654_3210),
+            unix_ns: 1_700_000_000_000_000_000,
+            registry,
+        },
+    );
+    let after = "wr.prod.drain.w".to_owned();
+    golden("registry_page_request", &RegistryPageRequest { after });
+    golden(
+        "registry_page",
+        &RegistryPage {
+            unix_ns: 1_700_000_000_000_000_001,
+            writes: vec![deleted, write],
+            more: true,
+        },
+    );
+}
+
 /// Readers make up a source for each rank: four thousand million of them would be the end of every
 /// reader.
 #[test]
@@ -710,7 +751,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => TenantLevels::KIND,
+        _ => RegistryPage::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();

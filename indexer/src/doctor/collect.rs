@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, timeout, timeout_at};
-use warmroute_plane::{LogStatus, NamespaceSetup, Plane, PlaneError, RegistryEvent};
+use warmroute_plane::{LogStatus, NamespaceSetup, Plane, PlaneError, PlaneLog, RegistryEvent};
 use warmroute_proto::codec::Message;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::snapshot::SnapshotRef;
@@ -69,13 +69,13 @@ impl PlaneReader {
             Ok(before) => before,
             // A missing bucket is the finding, not the error.
             Err(_) if !setup.differences.is_empty() => {
-                let log = self.log().await;
+                let log = self.log(&setup).await;
                 return Ok(self.without(setup, log));
             }
             Err(error) => return Err(error),
         };
         // After the registry, so that the log contains the records of the snapshots it names.
-        let log = self.log().await;
+        let log = self.log(&setup).await;
         let listened = Instant::now();
         let (heartbeats, snapshots, last_records) = tokio::join!(
             self.listen(LISTEN),
@@ -87,7 +87,7 @@ impl PlaneReader {
         let ids = || before.indexers.keys().cloned();
         let (views, faults) = tokio::join!(self.views(ids()), self.faults(ids()));
         // After the views, for the same reason.
-        let log_after = self.log().await;
+        let log_after = self.log(&setup).await;
         // Last, so that it contains every generation in use.
         let registry = self.registry().await?;
         Ok(PlaneState {
@@ -125,8 +125,12 @@ impl PlaneReader {
     }
 
     /// Status of the log; `None` if it is absent or cannot be read.
-    async fn log(&self) -> Option<LogStatus> {
-        self.plane.log_status().await.ok()
+    async fn log(&self, setup: &NamespaceSetup) -> Option<LogStatus> {
+        match setup.log {
+            PlaneLog::JetStream => self.plane.log_status().await.ok(),
+            // Each replica reads its own.
+            PlaneLog::None => None,
+        }
     }
 
     /// The present registry.

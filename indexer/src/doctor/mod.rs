@@ -24,7 +24,7 @@ mod streams;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use warmroute_plane::{LogStatus, NamespaceSetup};
+use warmroute_plane::{LogStatus, NamespaceSetup, PlaneLog};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::view::{ReplicaFaults, ViewPage};
 use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
@@ -119,13 +119,19 @@ pub fn diagnose(state: &PlaneState) -> Report {
     let mut rest = Vec::new();
     streams::judge(state, &mut findings, &mut rest);
     refused::judge(state, &mut findings, &mut rest);
+    if state.setup.log == PlaneLog::None {
+        rest.push(("log", "each indexer's own, no snapshots".to_owned()));
+    }
     if state.registry_read {
         registry::judge(state, &mut findings, &mut rest);
         routers::judge(state, &mut findings);
         indexers::judge(state, &mut findings, &mut rest);
         shims::judge(state, &mut findings, &mut rest);
         sources::judge(state, &mut findings, &mut rest);
-        snapshots::judge(state, &mut findings, &mut rest);
+        match state.setup.log {
+            PlaneLog::JetStream => snapshots::judge(state, &mut findings, &mut rest),
+            PlaneLog::None => {}
+        }
         probe::judge(state, &mut findings, &mut rest);
     }
     Report {

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use warmroute_plane::{ClockOffset, SetupDifference, StreamRole, StreamUsage};
+use warmroute_plane::{ClockOffset, PlaneLog, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
     DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
@@ -169,6 +169,7 @@ fn healthy() -> PlaneState {
         namespace: "test".to_owned(),
         foreign: BTreeMap::new(),
         setup: NamespaceSetup {
+            log: PlaneLog::JetStream,
             server_version: "2.15.1".to_owned(),
             clock: Some(ClockOffset {
                 ahead_ms: 1,

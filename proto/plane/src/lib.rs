@@ -2,7 +2,8 @@
 //!
 //! [`Plane`] has five parts: the log (ordered, bounded, positions), the registry (keys with
 //! revisions and leases), the snapshots (immutable blobs), request/reply and broadcast.
-//! [`MemoryPlane`] implements it within one process, [`NatsPlane`] over a NATS JetStream server.
+//! [`MemoryPlane`] implements it within one process, [`NatsPlane`] over a NATS JetStream server,
+//! [`CorePlane`] over a network that stores nothing, such as core NATS ([`NatsBus`]).
 //! [`LeaseHolder`] and [`RegistryWatch`] work over any plane, with all retries.
 //!
 //! Every payload is bytes: a message is encoded and decoded within a process exactly as between
@@ -11,6 +12,7 @@
 //! and digests.
 #![forbid(unsafe_code)]
 
+mod core_plane;
 #[cfg(test)]
 #[path = "tests/faulty.rs"]
 mod faulty;
@@ -29,11 +31,13 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 
+pub use core_plane::{Bus, CorePlane, CorePlaneConfig, PlaneLog};
 pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseWrite};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
-    ClockOffset, ExistingStreams, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError,
-    NatsPlane, NatsStats, NatsTls, SetupDifference, StreamRole, StreamUsage, unix_ns_of_rfc3339,
+    ClockOffset, ExistingStreams, InitConfig, NamespaceSetup, NatsAuth, NatsBus, NatsConfig,
+    NatsError, NatsPlane, NatsStats, NatsTls, SetupDifference, StreamRole, StreamUsage,
+    unix_ns_of_rfc3339,
 };
 pub use registry_watch::RegistryWatch;
 

@@ -139,6 +139,25 @@ impl RegistryImage {
         }
     }
 
+    /// Queues what differs from the present keys with this prefix. Copies nothing else.
+    fn compare(&mut self, prefix: &str, registry: &impl PresentKeys) {
+        let present = registry.from(prefix);
+        for (key, entry) in present.take_while(|(key, _)| key.starts_with(prefix)) {
+            if self.keys.get(key) != Some(&entry.revision) {
+                self.put(key.clone(), entry.clone());
+            }
+        }
+        let keys = self.keys.keys();
+        let gone: Vec<String> = keys.filter(|&key| !registry.has(key)).cloned().collect();
+        for key in gone {
+            self.remove(&key);
+        }
+        if !self.is_current {
+            self.is_current = true;
+            self.events.push_back(RegistryEvent::Current);
+        }
+    }
+
     /// Removes the keys that the listing lacks. Does nothing outside a listing.
     pub(crate) fn end_listing(&mut self) {
         let Some(listed) = self.listed.take() else {
@@ -153,6 +172,35 @@ impl RegistryImage {
             self.is_current = true;
             self.events.push_back(RegistryEvent::Current);
         }
+    }
+}
+
+/// The keys of a registry in memory.
+pub(crate) trait PresentKeys {
+    /// The keys from this one on, in order.
+    fn from(&self, prefix: &str) -> impl Iterator<Item = (&String, &RegistryEntry)>;
+
+    fn has(&self, key: &str) -> bool;
+}
+
+/// One watcher's position in a registry in memory. It compares instead of queueing: its memory is
+/// bounded by the keys that exist, however far behind it is.
+pub(crate) struct KeyWatch {
+    prefix: String,
+    image: RegistryImage,
+}
+
+impl KeyWatch {
+    pub(crate) fn new(prefix: String) -> Self {
+        let image = RegistryImage::default();
+        Self { prefix, image }
+    }
+
+    pub(crate) fn next(&mut self, registry: &impl PresentKeys) -> Option<RegistryEvent> {
+        self.image.next().or_else(|| {
+            self.image.compare(&self.prefix, registry);
+            self.image.next()
+        })
     }
 }
 

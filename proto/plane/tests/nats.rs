@@ -6,6 +6,8 @@
 )]
 
 mod conformance;
+#[path = "nats/core.rs"]
+mod core_nats;
 mod nats_server;
 
 use std::ffi::OsString;

@@ -16,6 +16,7 @@ use crate::nats;
 #[command(next_help_heading = "NATS")]
 pub struct NatsArgs {
     /// NATS servers, separated by commas: `nats://USER:PASSWORD@HOST:4222`, or `tls://` for TLS.
+    /// `?log=none` at the end: without JetStream.
     #[arg(long, global = true, env = "WARMROUTE_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
     /// Separates fleets: part of every subject and of every stream's name.

@@ -7,43 +7,50 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::watch;
 use warmroute_plane::{
-    Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, NatsPlane, Plane, PlaneError,
+    Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, NatsBus, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::LogPosition;
 use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
 pub(crate) struct JoiningPlane {
-    plane: OnceLock<NatsPlane>,
+    joined: OnceLock<Joined>,
     connection: watch::Sender<Connection>,
+}
+
+/// A plane on NATS, with a log server or without.
+pub(crate) struct Joined {
+    pub(crate) plane: Box<dyn Plane>,
+    pub(crate) bus: NatsBus,
 }
 
 impl JoiningPlane {
     pub(crate) fn new() -> Self {
         Self {
-            plane: OnceLock::new(),
+            joined: OnceLock::new(),
             connection: watch::Sender::new(Connection::Down),
         }
     }
 
-    pub(crate) fn plane(&self) -> Option<&NatsPlane> {
-        self.plane.get()
+    /// The connection, once the server was reached.
+    pub(crate) fn bus(&self) -> Option<&NatsBus> {
+        self.joined.get().map(|joined| &joined.bus)
     }
 
     /// Sets the plane once its server is reached. Later calls have no effect.
-    pub(crate) fn reached(&self, plane: NatsPlane) {
-        let state = *plane.connection().borrow();
-        if self.plane.set(plane).is_ok() {
+    pub(crate) fn reached(&self, joined: Joined) {
+        let state = *joined.plane.connection().borrow();
+        if self.joined.set(joined).is_ok() {
             self.connection.send_replace(state);
         }
     }
 
     /// Forwards the state of the plane's connection until the plane ends.
     pub(crate) async fn forward_connection(&self) {
-        let Some(plane) = self.plane.get() else {
+        let Some(joined) = self.joined.get() else {
             return;
         };
-        let mut states = plane.connection();
+        let mut states = joined.plane.connection();
         loop {
             let state = *states.borrow_and_update();
             self.connection.send_replace(state);
@@ -53,9 +60,10 @@ impl JoiningPlane {
         }
     }
 
-    fn joined(&self) -> Result<&NatsPlane, PlaneError> {
+    fn joined(&self) -> Result<&dyn Plane, PlaneError> {
         let missing = || PlaneError::Unavailable("no server was reached yet".to_owned());
-        self.plane.get().ok_or_else(missing)
+        let joined = self.joined.get().ok_or_else(missing)?;
+        Ok(&*joined.plane)
     }
 }
 
@@ -68,9 +76,8 @@ macro_rules! forward {
 
 impl Plane for JoiningPlane {
     fn payload_max(&self) -> usize {
-        self.plane
-            .get()
-            .map_or(MESSAGE_BYTES_MAX, Plane::payload_max)
+        self.joined()
+            .map_or(MESSAGE_BYTES_MAX, |plane| plane.payload_max())
     }
 
     fn connection(&self) -> watch::Receiver<Connection> {

@@ -3,29 +3,34 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
 use nkeys::KeyPair;
 use tokio::time::{Instant, sleep};
 use uuid::Uuid;
 use warmroute_plane::{
-    Connection, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls, Plane,
+    Connection, CorePlane, CorePlaneConfig, InitConfig, NatsAuth, NatsBus, NatsConfig, NatsError,
+    NatsPlane, NatsStats, NatsTls, Plane, PlaneLog,
 };
 use warmroute_proto::Namespace;
 
 use crate::args::NatsArgs;
-use crate::joining::JoiningPlane;
+use crate::joining::{Joined, JoiningPlane};
 use crate::metrics::{MetricKind, MetricsText};
 use crate::tasks::Tasks;
 
 /// Delay before an unreachable server is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
+/// Time for reading the registry of a plane without a log server, after which a process goes on.
+const JOIN_MAX: Duration = Duration::from_secs(5);
+
 /// A plane whose server may not be reached yet.
 #[derive(Clone)]
 pub struct Nats {
     joining: Arc<JoiningPlane>,
+    log: PlaneLog,
 }
 
 impl Nats {
@@ -39,21 +44,27 @@ impl Nats {
     #[must_use]
     pub fn metrics_text(&self) -> String {
         let connection = *self.joining.connection().borrow();
-        let stats = self.joining.plane().map(NatsPlane::stats);
+        let stats = self.joining.bus().map(NatsBus::stats);
         metrics_text(connection, &stats.unwrap_or_default())
     }
 
-    /// See [`NatsPlane::refused_permissions`].
+    /// See [`NatsBus::refused_permissions`].
     #[must_use]
     pub fn refused_permissions(&self) -> Vec<String> {
-        let plane = self.joining.plane();
-        plane.map_or_else(Vec::new, NatsPlane::refused_permissions)
+        let bus = self.joining.bus();
+        bus.map_or_else(Vec::new, NatsBus::refused_permissions)
     }
 
-    /// See [`NatsPlane::last_server_error`].
+    /// See [`NatsBus::last_server_error`].
     #[must_use]
     pub fn last_server_error(&self) -> Option<String> {
-        self.joining.plane().and_then(NatsPlane::last_server_error)
+        self.joining.bus().and_then(NatsBus::last_server_error)
+    }
+
+    /// Where the log is.
+    #[must_use]
+    pub const fn log(&self) -> PlaneLog {
+        self.log
     }
 }
 
@@ -95,27 +106,32 @@ const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 17] 
 /// A server that is not set up, or denies access, is an error; found later, it ends the task and
 /// with it the process, so that the reason is at the end of the log.
 pub async fn join(args: &NatsArgs, role: &str, tasks: &Tasks) -> anyhow::Result<Nats> {
-    let config = config(args, role)?;
+    let server = Server {
+        config: config(args, role)?,
+        log: log(args)?,
+        init: args.init,
+    };
     let joining = Arc::new(JoiningPlane::new());
     let nats = Nats {
         joining: Arc::clone(&joining),
+        log: server.log,
     };
-    match connect(&config, args.init).await {
-        Ok(plane) => joining.reached(plane),
+    match server.connect().await {
+        Ok(joined) => joining.reached(joined),
         Err(NatsError::Unreachable(why)) => {
             tracing::warn!(
-                url = redacted(&config.url),
+                url = redacted(&server.config.url),
                 why,
                 "no NATS server is reachable yet, trying again"
             );
         }
-        Err(error) => return Err(error).with_context(|| redacted(&config.url)),
+        Err(error) => return Err(error).with_context(|| redacted(&server.config.url)),
     }
-    let (init, stop) = (args.init, tasks.stop.clone());
+    let stop = tasks.stop.clone();
     tasks.spawn("nats", async move {
         tokio::select! {
             () = stop.cancelled() => {}
-            error = keep_joined(&joining, &config, init) => {
+            error = server.keep_joined(&joining) => {
                 tracing::error!(%error, "plane cannot be joined");
             }
         }
@@ -123,30 +139,77 @@ pub async fn join(args: &NatsArgs, role: &str, tasks: &Tasks) -> anyhow::Result<
     Ok(nats)
 }
 
-/// Joins the plane, then forwards its connection's state. Returns the error that ends it.
-async fn keep_joined(joining: &JoiningPlane, config: &NatsConfig, init: bool) -> NatsError {
-    while joining.plane().is_none() {
-        match connect(config, init).await {
-            Ok(plane) => joining.reached(plane),
-            Err(NatsError::Unreachable(why)) => {
-                tracing::debug!(why, "no NATS server is reachable yet");
-                sleep(RETRY).await;
-            }
-            Err(error) => return error,
-        }
-    }
-    tracing::info!(url = redacted(&config.url), "plane joined");
-    joining.forward_connection().await;
-    NatsError::Unreachable("the client gave up".to_owned())
+/// How the plane is joined.
+struct Server {
+    config: NatsConfig,
+    log: PlaneLog,
+    init: bool,
 }
 
-async fn connect(config: &NatsConfig, init: bool) -> Result<NatsPlane, NatsError> {
-    match NatsPlane::connect(config.clone()).await {
-        Err(NatsError::Mismatch(_)) if init => {
-            NatsPlane::init(config.clone(), InitConfig::default()).await
+impl Server {
+    /// Joins the plane, then forwards its connection's state. Returns the error that ends it.
+    async fn keep_joined(&self, joining: &JoiningPlane) -> NatsError {
+        while joining.bus().is_none() {
+            match self.connect().await {
+                Ok(joined) => joining.reached(joined),
+                Err(NatsError::Unreachable(why)) => {
+                    tracing::debug!(why, "no NATS server is reachable yet");
+                    sleep(RETRY).await;
+                }
+                Err(error) => return error,
+            }
         }
-        connected => connected,
+        tracing::info!(url = redacted(&self.config.url), log = ?self.log, "plane joined");
+        joining.forward_connection().await;
+        NatsError::Unreachable("the client gave up".to_owned())
     }
+
+    async fn connect(&self) -> Result<Joined, NatsError> {
+        let config = self.config.clone();
+        match self.log {
+            PlaneLog::JetStream => {
+                let plane = match NatsPlane::connect(config.clone()).await {
+                    Err(NatsError::Mismatch(_)) if self.init => {
+                        NatsPlane::init(config, InitConfig::default()).await?
+                    }
+                    connected => connected?,
+                };
+                let bus = plane.bus();
+                let plane = Box::new(plane);
+                Ok(Joined { plane, bus })
+            }
+            PlaneLog::None => {
+                let bus = NatsBus::connect(config.clone()).await?;
+                let plane = core_plane(bus.clone(), config.namespace).await;
+                let plane = Box::new(plane);
+                Ok(Joined { plane, bus })
+            }
+        }
+    }
+}
+
+/// A plane without a log server. It may still have to join the other processes.
+pub async fn core_plane(bus: NatsBus, namespace: Namespace) -> CorePlane<NatsBus> {
+    let config = CorePlaneConfig {
+        namespace,
+        id: Uuid::new_v4().as_u64_pair().0,
+        unix_ns: unix_ns(),
+        log_bytes_max: CorePlaneConfig::LOG_BYTES_MAX,
+    };
+    let plane = CorePlane::start(bus, config);
+    if !plane.joined(JOIN_MAX).await {
+        tracing::warn!("the registry is not read yet");
+    }
+    plane
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "where the common clock of a plane begins; decisions compare it with itself"
+)]
+fn unix_ns() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| u64::try_from(now.as_nanos()).unwrap_or(u64::MAX))
 }
 
 /// Repeats an attempt for up to `wait` while no server is reachable. Returns other errors
@@ -170,9 +233,7 @@ pub async fn retry_unreachable<T>(
 
 /// The client's configuration. `role` names the process in the server's monitoring.
 pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
-    let Some(url) = args.nats_url.clone() else {
-        bail!("--nats-url is missing");
-    };
+    let (url, _) = url_and_log(args)?;
     let Some(namespace) = args.namespace() else {
         bail!("--namespace is empty");
     };
@@ -189,6 +250,28 @@ pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
         };
     }
     Ok(config)
+}
+
+/// Where the log is, by the end of `--nats-url`: `?log=none`.
+pub fn log(args: &NatsArgs) -> anyhow::Result<PlaneLog> {
+    url_and_log(args).map(|(_, log)| log)
+}
+
+fn url_and_log(args: &NatsArgs) -> anyhow::Result<(String, PlaneLog)> {
+    let Some(url) = args.nats_url.as_deref() else {
+        bail!("--nats-url is missing");
+    };
+    // A password may contain a question mark.
+    let (servers, options) = match url.rsplit_once('?') {
+        Some((servers, options)) if !options.contains('@') => (servers, Some(options)),
+        Some(_) | None => (url, None),
+    };
+    let log = match options {
+        None | Some("log=jetstream") => PlaneLog::JetStream,
+        Some("log=none") => PlaneLog::None,
+        Some(other) => bail!("--nats-url ends in ?{other}: ?log=none and ?log=jetstream exist"),
+    };
+    Ok((servers.to_owned(), log))
 }
 
 /// A user's permissions name its inbox before its processes exist: the inbox has the name of the

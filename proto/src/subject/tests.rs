@@ -48,6 +48,17 @@ fn subjects_are_fixed() {
         Some(&source.worker)
     );
     assert!(key.starts_with(&subjects.all_keys()));
+    let put = subjects.registry_write(&key);
+    assert_eq!(put.as_deref(), Some("wr.prod.core.put.generation.w=2E0.3"));
+    assert_eq!(subjects.written_key(&put.unwrap()), Some(key));
+    assert_eq!(subjects.registry_write("wr.test.generation.w.0"), None);
+    assert_eq!(subjects.written_key("wr.test.core.put.x"), None);
+    assert_eq!(subjects.all_registry_writes(), "wr.prod.core.put.>");
+    assert_eq!(subjects.beacons(), "wr.prod.core.beacon");
+    assert_eq!(subjects.registry_pages(), "wr.prod.core.pages");
+    let pages = subjects.registry_pages_of(PeerId(255));
+    assert_eq!(pages, "wr.prod.core.pages.00000000000000ff");
+    assert_eq!(subjects.round_trip(), "wr.prod.core.ping");
     let parsed = subjects.heartbeat_source("wr.prod.hb.w=2E0.3");
     assert_eq!(parsed.as_ref(), Some(&source));
     for foreign in ["wr.prod.kv.w=2E0.3", "wr.prod.hb.w.3.0", "wr.test.hb.w.3"] {

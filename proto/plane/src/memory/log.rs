@@ -1,13 +1,93 @@
 //! An append-only log in memory, bounded by bytes. Drops the oldest messages first.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use futures_util::stream;
+use tokio::sync::Notify;
 
-use crate::{LogMessage, LogStatus};
+use crate::{LogMessage, LogStatus, LogTail};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
-pub(super) struct MemoryLog {
+/// A log with its readers. Clones share it.
+#[derive(Clone)]
+pub(crate) struct TailedLog {
+    shared: Arc<(Mutex<MemoryLog>, Notify)>,
+}
+
+impl TailedLog {
+    pub(crate) fn new(identity: StreamIdentity, bytes_max: usize) -> Self {
+        let log = Mutex::new(MemoryLog::new(identity, bytes_max));
+        let shared = Arc::new((log, Notify::new()));
+        Self { shared }
+    }
+
+    /// For reads. A panic under the lock cannot leave a step half done: every step is one call.
+    pub(crate) fn read(&self) -> MutexGuard<'_, MemoryLog> {
+        let (log, _) = &*self.shared;
+        log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Appends a message that was stored then.
+    pub(crate) fn append(
+        &self,
+        subject: String,
+        payload: Bytes,
+        stored_unix_ns: impl FnOnce(LogPosition) -> u64,
+    ) -> LogPosition {
+        let position = self.read().append(subject, payload, stored_unix_ns);
+        self.shared.1.notify_waiters();
+        position
+    }
+
+    /// Replaces the log by an empty one of this size.
+    pub(crate) fn recreate(&self, identity: StreamIdentity) {
+        let log = &mut *self.read();
+        *log = MemoryLog::new(identity, log.bytes_max);
+        self.shared.1.notify_waiters();
+    }
+
+    pub(crate) fn tail(&self, after: LogPosition, batch_max: usize) -> LogTail {
+        let identity = self.read().status().identity;
+        Box::pin(stream::unfold(
+            (self.clone(), after),
+            move |(log, after)| async move {
+                let batch = log.next_batch(identity, after, batch_max).await?;
+                let after = batch.last().map_or(after, |message| message.position);
+                Some((batch, (log, after)))
+            },
+        ))
+    }
+
+    /// The next messages after a position, or `None` if the log was replaced.
+    async fn next_batch(
+        &self,
+        identity: StreamIdentity,
+        after: LogPosition,
+        max: usize,
+    ) -> Option<Vec<LogMessage>> {
+        loop {
+            let appended = self.shared.1.notified();
+            tokio::pin!(appended);
+            appended.as_mut().enable();
+            let batch = {
+                let log = self.read();
+                let status = log.status();
+                if status.identity != identity || status.last < after {
+                    return None;
+                }
+                log.after(after, max)
+            };
+            if !batch.is_empty() {
+                return Some(batch);
+            }
+            appended.await;
+        }
+    }
+}
+
+pub(crate) struct MemoryLog {
     identity: StreamIdentity,
     bytes_max: usize,
     bytes: usize,
@@ -18,7 +98,7 @@ pub(super) struct MemoryLog {
 }
 
 impl MemoryLog {
-    pub(super) const fn new(identity: StreamIdentity, bytes_max: usize) -> Self {
+    const fn new(identity: StreamIdentity, bytes_max: usize) -> Self {
         Self {
             identity,
             bytes_max,
@@ -29,21 +109,22 @@ impl MemoryLog {
         }
     }
 
-    /// An empty log of this size.
-    pub(super) const fn replaced_by(&self, identity: StreamIdentity) -> Self {
-        Self::new(identity, self.bytes_max)
-    }
-
-    pub(super) fn status(&self) -> LogStatus {
+    /// Without the time.
+    pub(crate) fn status(&self) -> LogStatus {
         LogStatus {
             identity: self.identity,
             first: self.first(),
             last: self.last,
-            now_unix_ns: self.identity.created_unix_ns.wrapping_add(self.last.0),
+            now_unix_ns: 0,
         }
     }
 
-    pub(super) fn append(&mut self, subject: String, payload: Bytes) -> LogPosition {
+    fn append(
+        &mut self,
+        subject: String,
+        payload: Bytes,
+        stored_unix_ns: impl FnOnce(LogPosition) -> u64,
+    ) -> LogPosition {
         self.last = self.last.next();
         self.bytes += cost(&subject, &payload);
         self.newest.insert(subject.clone(), self.last);
@@ -51,8 +132,7 @@ impl MemoryLog {
             position: self.last,
             subject,
             payload,
-            // Positions are never reused here, so that they can stand for the time.
-            stored_unix_ns: self.identity.created_unix_ns.wrapping_add(self.last.0),
+            stored_unix_ns: stored_unix_ns(self.last),
         });
         while self.bytes > self.bytes_max && self.messages.len() > 1 {
             if let Some(oldest) = self.messages.pop_front() {
@@ -62,16 +142,16 @@ impl MemoryLog {
         self.last
     }
 
-    pub(super) fn at(&self, position: LogPosition) -> Option<LogMessage> {
+    pub(crate) fn at(&self, position: LogPosition) -> Option<LogMessage> {
         let index = position.0.checked_sub(self.first().0)?;
         self.messages.get(usize::try_from(index).ok()?).cloned()
     }
 
-    pub(super) fn last_on(&self, subject: &str) -> Option<LogMessage> {
+    pub(crate) fn last_on(&self, subject: &str) -> Option<LogMessage> {
         self.at(*self.newest.get(subject)?)
     }
 
-    pub(super) fn after(&self, after: LogPosition, max: usize) -> Vec<LogMessage> {
+    fn after(&self, after: LogPosition, max: usize) -> Vec<LogMessage> {
         let skip = after.next().0.saturating_sub(self.first().0);
         let skip = usize::try_from(skip).unwrap_or(usize::MAX);
         let skip = skip.min(self.messages.len());

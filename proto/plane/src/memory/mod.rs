@@ -3,7 +3,7 @@
 //! One mutex guards the state and is held for single synchronous steps; waits use notifications.
 //! Leases need no task: every read of the registry first removes the expired keys.
 
-mod log;
+pub(crate) mod log;
 mod registry;
 mod subjects;
 
@@ -20,7 +20,8 @@ use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Revision, ServiceRequest,
 };
-use log::MemoryLog;
+use crate::registry_watch::KeyWatch;
+use log::TailedLog;
 use registry::MemoryRegistry;
 use subjects::SubjectQueues;
 use warmroute_proto::codec::MESSAGE_BYTES_MAX;
@@ -44,14 +45,13 @@ pub struct MemoryPlane {
 }
 
 struct MemoryShared {
+    log: TailedLog,
     state: Mutex<MemoryState>,
-    appended: Notify,
     registry_changed: Notify,
     connection: watch::Sender<Connection>,
 }
 
 struct MemoryState {
-    log: MemoryLog,
     registry: MemoryRegistry,
     snapshots: BTreeMap<String, Bytes>,
     listeners: SubjectQueues<Broadcast>,
@@ -62,7 +62,6 @@ impl MemoryPlane {
     #[must_use]
     pub fn new(config: MemoryPlaneConfig) -> Self {
         let state = MemoryState {
-            log: MemoryLog::new(config.identity, config.log_bytes_max),
             registry: MemoryRegistry::default(),
             snapshots: BTreeMap::new(),
             listeners: SubjectQueues::new(config.queue_max),
@@ -70,8 +69,8 @@ impl MemoryPlane {
         };
         Self {
             shared: Arc::new(MemoryShared {
+                log: TailedLog::new(config.identity, config.log_bytes_max),
                 state: Mutex::new(state),
-                appended: Notify::new(),
                 registry_changed: Notify::new(),
                 connection: watch::Sender::new(Connection::Up),
             }),
@@ -80,9 +79,7 @@ impl MemoryPlane {
 
     /// Replaces the log by an empty one, as an operator's mistake may do.
     pub fn recreate_log(&self, identity: StreamIdentity) {
-        let log = &mut self.shared.state().log;
-        *log = log.replaced_by(identity);
-        self.shared.appended.notify_waiters();
+        self.shared.log.recreate(identity);
     }
 
     /// Broadcast messages that a full queue dropped so far.
@@ -123,37 +120,35 @@ impl Plane for MemoryPlane {
     }
 
     fn log_status(&self) -> PlaneFuture<'_, LogStatus> {
-        ready(Ok(self.shared.state().log.status()))
+        let status = self.shared.log.read().status();
+        let now_unix_ns = time_of(status.identity, status.last);
+        ready(Ok(LogStatus {
+            now_unix_ns,
+            ..status
+        }))
     }
 
     fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended> {
         if let Err(error) = fits(&payload) {
             return ready(Err(error));
         }
-        let position = self.shared.state().log.append(subject, payload);
-        self.shared.appended.notify_waiters();
+        let identity = self.shared.log.read().status().identity;
+        let stored = |position| time_of(identity, position);
+        let position = self.shared.log.append(subject, payload, stored);
         let acknowledged: Appended = ready(Ok(position));
         ready(Ok(acknowledged))
     }
 
     fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>> {
-        ready(Ok(self.shared.state().log.last_on(&subject)))
+        ready(Ok(self.shared.log.read().last_on(&subject)))
     }
 
     fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>> {
-        ready(Ok(self.shared.state().log.at(position)))
+        ready(Ok(self.shared.log.read().at(position)))
     }
 
     fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail> {
-        let identity = self.shared.state().log.status().identity;
-        let start = (Arc::clone(&self.shared), after);
-        let tail = stream::unfold(start, move |(shared, after)| async move {
-            let batch = next_batch(&shared, identity, after, batch_max).await?;
-            let after = batch.last().map_or(after, |message| message.position);
-            Some((batch, (shared, after)))
-        });
-        let tail: LogTail = Box::pin(tail);
-        ready(Ok(tail))
+        ready(Ok(self.shared.log.tail(after, batch_max)))
     }
 
     fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>> {
@@ -193,7 +188,7 @@ impl Plane for MemoryPlane {
     }
 
     fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>> {
-        let start = (Arc::clone(&self.shared), registry::KeyWatch::new(prefix));
+        let start = (Arc::clone(&self.shared), KeyWatch::new(prefix));
         let watch = stream::unfold(start, |(shared, mut watch)| async move {
             let event = next_event(&shared, &mut watch).await;
             Some((event, (shared, watch)))
@@ -282,41 +277,21 @@ fn unavailable(why: &str) -> PlaneError {
     PlaneError::Unavailable(why.to_owned())
 }
 
-/// The next messages after a position, or `None` if the log was replaced.
-async fn next_batch(
-    shared: &MemoryShared,
-    identity: StreamIdentity,
-    after: LogPosition,
-    max: usize,
-) -> Option<Vec<LogMessage>> {
-    loop {
-        let appended = shared.appended.notified();
-        tokio::pin!(appended);
-        appended.as_mut().enable();
-        let batch = {
-            let log = &shared.state().log;
-            let status = log.status();
-            if status.identity != identity || status.last < after {
-                return None;
-            }
-            log.after(after, max)
-        };
-        if !batch.is_empty() {
-            return Some(batch);
-        }
-        appended.await;
-    }
+/// Positions are never reused here, so that they can stand for the time.
+const fn time_of(log: StreamIdentity, position: LogPosition) -> u64 {
+    log.created_unix_ns.wrapping_add(position.0)
 }
 
 /// The watcher's next event. Wakes at every change, and when a lease expires.
-async fn next_event(shared: &MemoryShared, watch: &mut registry::KeyWatch) -> RegistryEvent {
+async fn next_event(shared: &MemoryShared, watch: &mut KeyWatch) -> RegistryEvent {
     loop {
         let changed = shared.registry_changed.notified();
         tokio::pin!(changed);
         changed.as_mut().enable();
         let next_expiry = {
             let registry = &mut shared.state().registry;
-            if let Some(event) = watch.next(Instant::now(), registry) {
+            registry.expire(Instant::now());
+            if let Some(event) = watch.next(registry) {
                 return event;
             }
             registry.next_expiry()

@@ -1,12 +1,13 @@
 //! Keys with revisions and leases. Time is an argument.
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use crate::registry_watch::RegistryImage;
-use crate::{PlaneError, PutIf, RegistryEntry, RegistryEvent, Revision};
+use crate::registry_watch::PresentKeys;
+use crate::{PlaneError, PutIf, RegistryEntry, Revision};
 
 #[derive(Default)]
 pub(super) struct MemoryRegistry {
@@ -70,43 +71,20 @@ impl MemoryRegistry {
         self.keys.values().filter_map(|held| held.expiry).min()
     }
 
-    fn expire(&mut self, now: Instant) {
+    pub(super) fn expire(&mut self, now: Instant) {
         self.keys
             .retain(|_, held| held.expiry.is_none_or(|expiry| expiry > now));
     }
 }
 
-/// One watcher's position. It compares instead of queueing: its memory is bounded by the keys that
-/// exist, however far behind it is.
-pub(super) struct KeyWatch {
-    prefix: String,
-    image: RegistryImage,
-}
-
-impl KeyWatch {
-    pub(super) fn new(prefix: String) -> Self {
-        let image = RegistryImage::default();
-        Self { prefix, image }
+impl PresentKeys for MemoryRegistry {
+    fn from(&self, prefix: &str) -> impl Iterator<Item = (&String, &RegistryEntry)> {
+        let from = (Bound::Included(prefix), Bound::Unbounded);
+        let keys = self.keys.range::<str, _>(from);
+        keys.map(|(key, held)| (key, &held.entry))
     }
 
-    pub(super) fn next(
-        &mut self,
-        now: Instant,
-        registry: &mut MemoryRegistry,
-    ) -> Option<RegistryEvent> {
-        self.image.next().or_else(|| {
-            registry.expire(now);
-            self.compare(registry);
-            self.image.next()
-        })
-    }
-
-    fn compare(&mut self, registry: &MemoryRegistry) {
-        self.image.begin_listing();
-        let keys = registry.keys.range(self.prefix.clone()..);
-        for (key, held) in keys.take_while(|(key, _)| key.starts_with(&self.prefix)) {
-            self.image.put(key.clone(), held.entry.clone());
-        }
-        self.image.end_listing();
+    fn has(&self, key: &str) -> bool {
+        self.keys.contains_key(key)
     }
 }

@@ -39,10 +39,20 @@ const IN_FLIGHT_MAX: usize = 4096;
 /// Header of replies with an error instead of a payload.
 pub(super) const ERROR_HEADER: &str = "Warmroute-Error";
 
+/// How a message shows that those sent before it have reached the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RoundTrip {
+    /// The log's stream is asked for.
+    Stream,
+    /// A request that no process serves is refused.
+    Ping,
+}
+
 pub(super) struct NatsCore {
     pub(super) client: Client,
     pub(super) link: Arc<NatsLink>,
     pub(super) layout: Layout,
+    round_trip: RoundTrip,
     pub(super) queue_max: usize,
     /// `<inbox>.<unique>.`, before the token of each request.
     inbox: String,
@@ -129,6 +139,7 @@ impl NatsCore {
         client: Client,
         link: Arc<NatsLink>,
         layout: Layout,
+        round_trip: RoundTrip,
         queue_max: usize,
     ) -> Result<Arc<Self>, PlaneError> {
         link.begin(client.statistics());
@@ -144,6 +155,7 @@ impl NatsCore {
             client: client.clone(),
             link: Arc::clone(&link),
             layout,
+            round_trip,
             queue_max,
             tokens: AtomicU64::new(0),
             in_flight: Arc::new(Semaphore::new(IN_FLIGHT_MAX)),
@@ -342,8 +354,25 @@ impl NatsCore {
 
     /// Returns once all messages sent before have reached the server.
     pub(super) async fn round_trip(&self) -> Result<(), PlaneError> {
-        self.stream_info(&self.layout.log()).await?;
-        Ok(())
+        match self.round_trip {
+            RoundTrip::Stream => {
+                self.stream_info(&self.layout.log()).await?;
+                Ok(())
+            }
+            RoundTrip::Ping => {
+                let ping = OutgoingMessage::new(self.layout.ping(), Bytes::new());
+                self.ask(ping, ANSWER_TIMEOUT).await?.arrival().await?;
+                Ok(())
+            }
+        }
+    }
+
+    /// The subject of [`Self::round_trip`].
+    fn probe_subject(&self) -> String {
+        match self.round_trip {
+            RoundTrip::Stream => format!("$JS.API.STREAM.INFO.{}", self.layout.log()),
+            RoundTrip::Ping => self.layout.ping(),
+        }
     }
 }
 
@@ -356,7 +385,16 @@ pub(super) struct PendingReply {
 }
 
 impl PendingReply {
-    pub(super) async fn answer(mut self) -> Result<Message, PlaneError> {
+    pub(super) async fn answer(self) -> Result<Message, PlaneError> {
+        let message = self.arrival().await?;
+        if message.status == Some(StatusCode::NO_RESPONDERS) {
+            return Err(unavailable("no server for this subject"));
+        }
+        Ok(message)
+    }
+
+    /// What arrives for the request, also if it is the server's refusal.
+    async fn arrival(mut self) -> Result<Message, PlaneError> {
         let answer = tokio::select! {
             biased;
             answer = &mut self.answer => answer,
@@ -365,13 +403,7 @@ impl PendingReply {
                 return Err(unavailable("no answer in time"));
             }
         };
-        match answer {
-            Ok(message) if message.status == Some(StatusCode::NO_RESPONDERS) => {
-                Err(unavailable("no server for this subject"))
-            }
-            Ok(message) => Ok(message),
-            Err(_) => Err(unavailable("the connection was lost")),
-        }
+        answer.map_err(|_| unavailable("the connection was lost"))
     }
 }
 
@@ -459,7 +491,7 @@ async fn probe_inbox(core: Weak<NatsCore>) {
             // An error is an answer, too; only the inbox counts.
             drop(core.round_trip().await);
         }
-        let request = format!("$JS.API.STREAM.INFO.{}", core.layout.log());
+        let request = core.probe_subject();
         let received = link.inbox_messages();
         if link.is_publish_refused(&request) {
             probe.end_refused(received);

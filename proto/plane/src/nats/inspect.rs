@@ -11,10 +11,12 @@ use super::config::{InitConfig, NatsError, SetupDifference};
 use super::core::{JetStreamError, NatsCore};
 use super::layout::{self, Sizes};
 use super::setup;
+use crate::PlaneLog;
 
 /// The set-up of a namespace, see [`super::NatsPlane::inspect`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceSetup {
+    pub log: PlaneLog,
     pub server_version: String,
     /// `None` if the server does not report its time.
     pub clock: Option<ClockOffset>,

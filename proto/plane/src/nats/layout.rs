@@ -12,7 +12,7 @@ use async_nats::jetstream::stream::{
 
 use super::config::{InitConfig, SetupDifference};
 use warmroute_proto::codec::RECORD_BYTES_MAX;
-use warmroute_proto::subject::encode_name;
+use warmroute_proto::subject::{Subjects, encode_name};
 use warmroute_proto::{Namespace, StreamIdentity};
 
 /// Metadata: the random half of a log's identity, 16 hex digits.
@@ -42,6 +42,7 @@ const SERVER_MIN: (u64, u64) = (2, 11);
 pub(super) struct Layout {
     records: String,
     bucket: String,
+    ping: String,
 }
 
 /// How sizes are compared.
@@ -58,7 +59,13 @@ impl Layout {
         Self {
             records: format!("wr.{token}.kv.>"),
             bucket: bucket(&token),
+            ping: Subjects::new(namespace).round_trip(),
         }
+    }
+
+    /// A subject without a server.
+    pub(super) fn ping(&self) -> String {
+        self.ping.clone()
     }
 
     pub(super) fn log(&self) -> String {

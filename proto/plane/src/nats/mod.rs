@@ -9,6 +9,7 @@
 //! requests in flight fail immediately at a disconnect (`link`, `core`). Users repeat them, because
 //! only they know the order.
 
+mod bus;
 mod config;
 mod core;
 mod inspect;
@@ -25,12 +26,11 @@ mod tail;
 mod watch;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 
-use self::core::{NatsCore, OutgoingMessage};
+use self::core::{NatsCore, OutgoingMessage, RoundTrip};
 use self::layout::Sizes;
 use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture,
@@ -38,6 +38,7 @@ use super::{
 };
 use warmroute_proto::LogPosition;
 
+pub use bus::NatsBus;
 pub use config::{
     ExistingStreams, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference,
 };
@@ -55,7 +56,7 @@ pub struct NatsPlane {
 impl NatsPlane {
     /// Connects once, and verifies that the namespace is set up.
     pub async fn connect(config: NatsConfig) -> Result<Self, NatsError> {
-        let core = setup::connect(config).await?;
+        let core = setup::connect(config, RoundTrip::Stream).await?;
         setup::verify(&core, Sizes::Bounded).await?;
         Ok(Self { core })
     }
@@ -63,7 +64,7 @@ impl NatsPlane {
     /// Like [`NatsPlane::connect`], but creates what is missing first. Changes nothing that exists
     /// but bounds, and these only if `init` says so; the error lists the differences to it.
     pub async fn init(config: NatsConfig, init: InitConfig) -> Result<Self, NatsError> {
-        let core = setup::connect(config).await?;
+        let core = setup::connect(config, RoundTrip::Stream).await?;
         setup::init(&core, &init).await?;
         Ok(Self { core })
     }
@@ -74,53 +75,29 @@ impl NatsPlane {
         config: NatsConfig,
         unix_ns: fn() -> u64,
     ) -> Result<(Self, NamespaceSetup), NatsError> {
-        let core = setup::connect_to_any(config).await?;
+        let core = setup::connect_to_any(config, RoundTrip::Stream).await?;
         let setup = inspect::inspect(&core, unix_ns).await?;
         Ok((Self { core }, setup))
     }
 
-    /// Counts since the start.
+    /// The connection.
+    #[must_use]
+    pub fn bus(&self) -> NatsBus {
+        NatsBus {
+            core: Arc::clone(&self.core),
+        }
+    }
+
+    /// See [`NatsBus::stats`].
     #[must_use]
     pub fn stats(&self) -> NatsStats {
-        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let counters = &self.core.link.counters;
-        let mut stats = NatsStats {
-            disconnects: of(&counters.disconnects),
-            forced_reconnects: of(&counters.forced_reconnects),
-            slow_consumers: of(&counters.slow_consumers),
-            lame_ducks: of(&counters.lame_ducks),
-            closed: of(&counters.closed),
-            server_errors: of(&counters.server_errors),
-            client_errors: of(&counters.client_errors),
-            answers_late: of(&counters.answers_late),
-            answers_cut_off: of(&counters.answers_cut_off),
-            tails_reopened: of(&counters.tails_reopened),
-            watches_reopened: of(&counters.watches_reopened),
-            tail_lag: of(&counters.tail_lag),
-            snapshots_torn: of(&counters.snapshots_torn),
-            ..NatsStats::default()
-        };
-        if let Some(statistics) = self.core.link.statistics() {
-            stats.connects = statistics.connects.load(Ordering::Relaxed);
-            stats.in_messages = statistics.in_messages.load(Ordering::Relaxed);
-            stats.out_messages = statistics.out_messages.load(Ordering::Relaxed);
-            stats.in_bytes = statistics.in_bytes.load(Ordering::Relaxed);
-            stats.out_bytes = statistics.out_bytes.load(Ordering::Relaxed);
-        }
-        stats
+        self.bus().stats()
     }
 
-    /// What the server refuses to this user: `publish` or `subscribe`, and the subject to grant. At
-    /// most 64. A refused publication counts for ten minutes.
-    #[must_use]
-    pub fn refused_permissions(&self) -> Vec<String> {
-        self.core.link.refused_permissions()
-    }
-
-    /// The last error that the server reported, if any. A missing permission shows nowhere else.
+    /// See [`NatsBus::last_server_error`].
     #[must_use]
     pub fn last_server_error(&self) -> Option<String> {
-        Some(self.core.link.last_server_error()).filter(|error| !error.is_empty())
+        self.bus().last_server_error()
     }
 }
 

@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::config::{
     ExistingStreams, InitConfig, NatsAuth, NatsConfig, NatsError, SetupDifference,
 };
-use super::core::{JetStreamError, NatsCore, ServerFault};
+use super::core::{JetStreamError, NatsCore, RoundTrip, ServerFault};
 use super::layout::{self, Layout, Sizes};
 use super::link::NatsLink;
 use crate::PlaneError;
@@ -25,8 +25,11 @@ const PING: Duration = Duration::from_secs(2);
 
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-pub(super) async fn connect(config: NatsConfig) -> Result<Arc<NatsCore>, NatsError> {
-    let core = connect_to_any(config).await?;
+pub(super) async fn connect(
+    config: NatsConfig,
+    round_trip: RoundTrip,
+) -> Result<Arc<NatsCore>, NatsError> {
+    let core = connect_to_any(config, round_trip).await?;
     let differences = server_differences(&core);
     if !differences.is_empty() {
         return Err(NatsError::Mismatch(differences));
@@ -35,11 +38,15 @@ pub(super) async fn connect(config: NatsConfig) -> Result<Arc<NatsCore>, NatsErr
 }
 
 /// Connects without a check of the server's version and limits.
-pub(super) async fn connect_to_any(config: NatsConfig) -> Result<Arc<NatsCore>, NatsError> {
+pub(super) async fn connect_to_any(
+    config: NatsConfig,
+    round_trip: RoundTrip,
+) -> Result<Arc<NatsCore>, NatsError> {
     let layout = Layout::new(&config.namespace);
     let link = Arc::new(NatsLink::new(config.user()));
     let client = open(&config, &link).await?;
-    let core = NatsCore::start(client, Arc::clone(&link), layout, config.queue_max).await;
+    let core = Arc::clone(&link);
+    let core = NatsCore::start(client, core, layout, round_trip, config.queue_max).await;
     core.map_err(|error| failed(&error, &link))
 }
 

@@ -1,5 +1,12 @@
 //! What every [`Plane`] has to do. `suite!(name, factory)` makes one test of each check; the
 //! factory gives a fresh [`Fixture`] whose log keeps about [`LOG_BYTES`].
+//!
+//! `suite!(without_log_server name, factory)` leaves out what a plane without a log server does
+//! differently, and no more:
+//! - its log lives and ends with its process, so that no tail outlives it:
+//!   `a_tail_ends_with_its_log`;
+//! - it has no snapshots: `snapshots_are_immutable`,
+//!   `one_of_two_writers_of_a_snapshot_name_wins`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -40,6 +47,21 @@ macro_rules! suite {
             }
 
             conformance::suite!(@each $factory;
+                snapshots_are_immutable,
+                one_of_two_writers_of_a_snapshot_name_wins,
+            );
+            conformance::suite!(@all $factory);
+        }
+    };
+    (without_log_server $name:ident, $factory:path) => {
+        mod $name {
+            use $crate::conformance::{self, Fixture as _, check};
+
+            conformance::suite!(@all $factory);
+        }
+    };
+    (@all $factory:path) => {
+            conformance::suite!(@each $factory;
                 appends_are_ordered_and_acknowledged,
                 appends_do_not_wait_for_their_answers_to_be_read,
                 tail_continues_behind_a_position,
@@ -54,15 +76,12 @@ macro_rules! suite {
                 watch_reports_present_keys_then_changes,
                 watch_sees_a_lease_end,
                 watch_compares_whole_prefixes,
-                snapshots_are_immutable,
-                one_of_two_writers_of_a_snapshot_name_wins,
                 requests_are_answered_by_one_server,
                 unserved_requests_fail,
                 broadcast_reaches_all_listeners,
                 oversized_payloads_are_refused,
                 starts_connected,
             );
-        }
     };
     (@each $factory:path; $($check:ident),+ $(,)?) => {
         $(

@@ -102,3 +102,26 @@ fn secrets_of_urls_are_not_shown() {
         "nats://…@h:4222,tls://i:4222"
     );
 }
+
+#[test]
+fn the_end_of_the_url_says_who_keeps_the_log() {
+    let read = |url: &str| {
+        let args = NatsArgs {
+            nats_url: Some(url.to_owned()),
+            namespace: "ns".to_owned(),
+            nats_creds: None,
+            nats_tls: None,
+            init: false,
+        };
+        Some((config(&args, "test").ok()?.url, log(&args).ok()?))
+    };
+    let of = |url: &str, log| Some((url.to_owned(), log));
+    let two = "nats://h:4222,nats://i:4222";
+    assert_eq!(read(two), of(two, PlaneLog::JetStream));
+    assert_eq!(read(&format!("{two}?log=none")), of(two, PlaneLog::None));
+    assert_eq!(read("h:1?log=jetstream"), of("h:1", PlaneLog::JetStream));
+    let secret = "nats://u:a?log=none@h:1";
+    assert_eq!(read(secret), of(secret, PlaneLog::JetStream));
+    assert_eq!(read("h:1?log=no"), None);
+    assert_eq!(read("h:1?"), None);
+}

@@ -118,6 +118,8 @@ pub(crate) enum Access {
     FarRouters,
     /// [`Access::Open`] with three servers.
     Cluster,
+    /// As `deploy/nats/nats-core.conf` has it: a server without JetStream, and `?log=none`.
+    WithoutLog,
 }
 
 /// Fleets that run concurrently, each with a dozen processes.

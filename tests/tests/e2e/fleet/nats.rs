@@ -70,6 +70,10 @@ impl Distributed {
                 format!("nats://{}", self.lossy().address)
             }
             Access::Open | Access::Cluster | Access::LossyRouters | Access::FarRouters => url,
+            Access::WithoutLog => {
+                let user = format!("nats://{user}:{PASSWORD}@");
+                url.replace("nats://", &user) + "?log=none"
+            }
             Access::LeastPrivilege if user == "router" => {
                 return self.file_flags(&url, &self.place.join(SEED_FILE));
             }
@@ -173,7 +177,8 @@ impl Fleet {
             | Access::SignedUsers
             | Access::MuteRouters
             | Access::LossyRouters
-            | Access::FarRouters => (start_server(access, &self.place).await, Vec::new()),
+            | Access::FarRouters
+            | Access::WithoutLog => (start_server(access, &self.place).await, Vec::new()),
         };
         let lossy = match access {
             Access::LossyRouters | Access::FarRouters => {
@@ -186,7 +191,8 @@ impl Fleet {
             | Access::LeastPrivilege
             | Access::SignedUsers
             | Access::MuteRouters
-            | Access::Cluster => None,
+            | Access::Cluster
+            | Access::WithoutLog => None,
         };
         self.distributed = Some(Distributed {
             lossy,
@@ -270,14 +276,15 @@ impl Fleet {
         let (port, ranks) = (free_port().to_string(), setup.ranks.to_string());
         let user = match self.flags.access {
             // Two workers have users of their own.
-            Access::LeastPrivilege if index > 1 => "shim".to_owned(),
+            Access::LeastPrivilege | Access::WithoutLog if index > 1 => "shim".to_owned(),
             Access::Open
             | Access::LeastPrivilege
             | Access::SignedUsers
             | Access::MuteRouters
             | Access::LossyRouters
             | Access::FarRouters
-            | Access::Cluster => format!("shim-{name}"),
+            | Access::Cluster
+            | Access::WithoutLog => format!("shim-{name}"),
         };
         let mut arguments = self.parts().plane_flags(&user);
         if matches!(self.flags.links, Links::Proxied) {
@@ -380,19 +387,20 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
         Access::Open | Access::LossyRouters | Access::FarRouters | Access::Cluster => {
             NatsServer::start().await
         }
+        Access::WithoutLog => {
+            let file = place.path("nats.conf");
+            let port = format!("127.0.0.1:{}", free_port());
+            let text = shipped("nats-core.conf").replace(MONITOR, &port);
+            std::fs::write(&file, text).expect("a file");
+            start_with_passwords(&file).await
+        }
         Access::LeastPrivilege => {
             let file = place.path("nats.conf");
             let port = format!("127.0.0.1:{}", free_port());
             let text = with_a_key().replace(MONITOR, &port);
             std::fs::write(&file, text).expect("a file");
             std::fs::write(place.path(SEED_FILE), SEED).expect("a file");
-            let passwords = [
-                "INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM", "SHIM_0", "SHIM_1",
-            ];
-            let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
-            let environment = names.iter().map(|name| (&**name, PASSWORD));
-            let arguments: [OsString; 2] = ["-c".into(), file.into()];
-            NatsServer::start_with(&arguments, &environment.collect::<Vec<_>>()).await
+            start_with_passwords(&file).await
         }
         Access::SignedUsers => {
             let dir = place.path(OPERATOR_DIR).display().to_string();
@@ -412,6 +420,17 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
     }
 }
 
+/// A server with a shipped configuration.
+async fn start_with_passwords(file: &Path) -> NatsServer {
+    let passwords = [
+        "INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM", "SHIM_0", "SHIM_1",
+    ];
+    let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
+    let environment = names.iter().map(|name| (&**name, PASSWORD));
+    let arguments: [OsString; 2] = ["-c".into(), file.into()];
+    NatsServer::start_with(&arguments, &environment.collect::<Vec<_>>()).await
+}
+
 /// The monitoring port in the shipped configuration.
 const MONITOR: &str = "127.0.0.1:8222";
 
@@ -425,21 +444,22 @@ fn credentials_command(arguments: &[&str]) -> Vec<u8> {
     ended.stdout
 }
 
-fn shipped() -> String {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
+fn shipped(name: &str) -> String {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats");
+    let file = dir.join(name);
     std::fs::read_to_string(file).expect("the shipped file")
 }
 
 /// The shipped configuration, with an operator's accounts instead of its own.
 fn with_signed_users() -> String {
-    let text = shipped();
+    let text = shipped("nats.conf");
     let (server, _) = text.split_once("\naccounts {").expect("accounts");
     format!("{server}\ninclude \"{OPERATOR_DIR}/accounts.conf\"\n")
 }
 
 /// The shipped configuration, with a key instead of a password for routers.
 fn with_a_key() -> String {
-    let mut text = shipped();
+    let mut text = shipped("nats.conf");
     for (from, to) in [
         (
             "user: router, password: $WR_ROUTER_PASSWORD",

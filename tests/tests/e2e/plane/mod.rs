@@ -32,3 +32,4 @@ pub(crate) mod streams;
 mod together;
 mod upgrade;
 mod views;
+mod without_log;

@@ -1,0 +1,344 @@
+//! The task by which every process has the whole registry and one clock.
+//!
+//! Every process receives every write. A process that joins, or was cut off, first reads the
+//! registry of another one by pages. Beacons compare digests: a process that differs twice in a row
+//! from another one reads its pages.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
+use warmroute_proto::peers::{
+    PeerBeacon, PeerId, RegistryPage, RegistryPageRequest, RegistryWrite,
+};
+
+use super::registry::Merged;
+use super::*;
+
+/// How often leases, appends and beacons are looked at.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Between two beacons of a process, and more among many: at most a hundred arrive in a second.
+const BEACON: Duration = Duration::from_secs(1);
+const BEACON_PER_PEER: Duration = Duration::from_millis(10);
+
+/// A process without a beacon for three of its periods has ended.
+const BEACONS_LOST: u32 = 3;
+
+/// Most processes that are remembered.
+const PEERS_MAX: usize = 1 << 14;
+
+/// Beacons in a row that differ, after which the sender's pages are read.
+const DIFFERENCES_MAX: u32 = 2;
+
+/// After which this process answers others that join: then it has what others lack.
+const SERVES_AFTER: Duration = Duration::from_secs(3);
+
+const PAGE_BYTES_MAX: usize = 256 << 10;
+const PAGE_DEADLINE: Duration = Duration::from_secs(1);
+const PAGE_RETRY: Duration = Duration::from_millis(100);
+/// Attempts at the first page, after which no other process is there.
+const PAGE_TRIES: u32 = 3;
+
+const RETRY: Duration = Duration::from_millis(500);
+
+/// Reads of pages in progress. Ends by itself.
+type Sync = PlaneFuture<'static, ()>;
+
+/// What the task receives.
+struct Inbox {
+    writes: PlaneStream<Broadcast>,
+    beacons: PlaneStream<Broadcast>,
+    requests: PlaneStream<ServiceRequest>,
+    /// Requests of processes that join, once this one serves them.
+    joiners: Option<PlaneStream<ServiceRequest>>,
+}
+
+#[derive(Clone, Copy)]
+struct Peer {
+    seen: Instant,
+    differences: u32,
+}
+
+struct Gossip<B> {
+    shared: Arc<CoreShared<B>>,
+    peers: BTreeMap<PeerId, Peer>,
+    beacon_due: Instant,
+    /// When this process first had the registry.
+    joined: Option<Instant>,
+    sync: Option<Sync>,
+}
+
+/// Runs until the connection ends for good.
+pub(super) async fn run<B: Bus>(shared: Arc<CoreShared<B>>) {
+    let mut inbox = loop {
+        match open(&shared).await {
+            Ok(inbox) => break inbox,
+            Err(error) => {
+                tracing::debug!(%error, "the registry cannot be followed yet");
+                sleep(RETRY).await;
+            }
+        }
+    };
+    let mut gossip = Gossip {
+        peers: BTreeMap::new(),
+        beacon_due: Instant::now(),
+        joined: None,
+        sync: None,
+        shared,
+    };
+    gossip.serve(&mut inbox).await;
+    gossip.shared.state().standing = Standing::Joining;
+    tracing::error!("the registry's messages have ended");
+}
+
+async fn open<B: Bus>(shared: &CoreShared<B>) -> Result<Inbox, PlaneError> {
+    let CoreShared { bus, subjects, .. } = shared;
+    Ok(Inbox {
+        writes: bus.subscribe(subjects.all_registry_writes()).await?,
+        beacons: bus.subscribe(subjects.beacons()).await?,
+        requests: bus.serve(subjects.registry_pages_of(shared.peer)).await?,
+        joiners: None,
+    })
+}
+
+impl<B: Bus> Gossip<B> {
+    async fn serve(&mut self, inbox: &mut Inbox) {
+        let mut connection = self.shared.bus.connection();
+        connection.mark_changed();
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                // The rare inputs first. Messages before the tick: it expires what they renew.
+                biased;
+                Ok(()) = connection.changed() => {
+                    let is = *connection.borrow_and_update();
+                    self.see_connection(is);
+                }
+                () = ended(&mut self.sync) => self.sync = None,
+                Some(request) = next(&mut inbox.joiners) => self.answer(request),
+                request = inbox.requests.next() => match request {
+                    Some(request) => self.answer(request),
+                    None => return,
+                },
+                beacon = inbox.beacons.next() => match beacon {
+                    Some(beacon) => self.beacon(&beacon),
+                    None => return,
+                },
+                write = inbox.writes.next() => match write {
+                    Some(write) => self.shared.written(&write),
+                    None => return,
+                },
+                _ = ticks.tick() => self.tick(inbox).await,
+            }
+        }
+    }
+
+    fn see_connection(&mut self, connection: Connection) {
+        let state = &mut *self.shared.state();
+        // `Up` may hide a short disconnect.
+        state.appends.clear();
+        state.standing = Standing::Joining;
+        state.registry.hold_leases();
+        self.sync = match connection {
+            Connection::Up => Some(Box::pin(join(Arc::clone(&self.shared)))),
+            Connection::Down => None,
+        };
+        self.beacon_due = Instant::now();
+    }
+
+    async fn tick(&mut self, inbox: &mut Inbox) {
+        let now = Instant::now();
+        {
+            let state = &mut *self.shared.state();
+            state.registry.expire(now);
+            state.appends.expire(now);
+            if state.standing == Standing::Joined {
+                self.joined.get_or_insert(now);
+            }
+        }
+        let is_old = |since: Instant| now.saturating_duration_since(since) >= SERVES_AFTER;
+        if inbox.joiners.is_none() && self.joined.is_some_and(is_old) {
+            let pages = self.shared.subjects.registry_pages();
+            inbox.joiners = self.shared.bus.serve(pages).await.ok();
+        }
+        if self.beacon_due <= now && self.shared.check_joined().is_ok() {
+            let period = self.period();
+            self.beacon_due = now + period;
+            self.peers
+                .retain(|_, peer| now.saturating_duration_since(peer.seen) < period * BEACONS_LOST);
+            let beacon = {
+                let state = &mut *self.shared.state();
+                PeerBeacon {
+                    peer: self.shared.peer,
+                    unix_ns: state.clock.unix_ns(now),
+                    registry: state.registry.digest(),
+                }
+            };
+            let subject = self.shared.subjects.beacons();
+            // The next one is due in a second.
+            drop(self.shared.publish(subject, &beacon).await);
+        }
+    }
+
+    fn period(&self) -> Duration {
+        let peers = u32::try_from(self.peers.len()).unwrap_or(u32::MAX);
+        BEACON.max(BEACON_PER_PEER.saturating_mul(peers))
+    }
+
+    fn beacon(&mut self, message: &Broadcast) {
+        let Ok(beacon) = codec::decode::<PeerBeacon>(&message.payload) else {
+            return;
+        };
+        let now = Instant::now();
+        let state = &mut *self.shared.state();
+        state.heard = Some(now);
+        if beacon.peer == self.shared.peer {
+            return;
+        }
+        state.clock.observe(now, beacon.unix_ns);
+        let is_equal = state.registry.digest() == beacon.registry;
+        if !self.peers.contains_key(&beacon.peer) && self.peers.len() >= PEERS_MAX {
+            return;
+        }
+        let peer = self.peers.entry(beacon.peer).or_insert(Peer {
+            seen: now,
+            differences: 0,
+        });
+        peer.seen = now;
+        peer.differences = if is_equal { 0 } else { peer.differences + 1 };
+        let is_idle = self.sync.is_none() && state.standing == Standing::Joined;
+        if is_idle && peer.differences >= DIFFERENCES_MAX {
+            peer.differences = 0;
+            let shared = Arc::clone(&self.shared);
+            self.sync = Some(Box::pin(async move {
+                shared.read_pages(Pages::Of(beacon.peer)).await
+            }));
+        }
+    }
+
+    fn answer(&self, request: ServiceRequest) {
+        let Ok(RegistryPageRequest { after }) = codec::decode(&request.payload) else {
+            return;
+        };
+        let now = Instant::now();
+        let bytes_max = PAGE_BYTES_MAX.min(self.shared.bus.payload_max() / 2);
+        let page = {
+            let state = &mut *self.shared.state();
+            let (writes, more) = state.registry.page(now, &after, bytes_max);
+            RegistryPage {
+                unix_ns: state.clock.unix_ns(now),
+                writes,
+                more,
+            }
+        };
+        if let Ok(page) = codec::encode(&page) {
+            request.reply.send(Bytes::from(page));
+        }
+    }
+}
+
+/// The process that pages are read of.
+#[derive(Clone, Copy)]
+enum Pages {
+    /// Those of any process that has the registry.
+    OfAny,
+    Of(PeerId),
+}
+
+/// Reads the registry of another process, if there is one.
+async fn join<B: Bus>(shared: Arc<CoreShared<B>>) -> Result<(), PlaneError> {
+    for _ in 0..PAGE_TRIES {
+        if shared.read_pages(Pages::OfAny).await.is_ok() {
+            break;
+        }
+        sleep(PAGE_RETRY).await;
+    }
+    {
+        let state = &mut *shared.state();
+        state.registry.run_leases(Instant::now());
+        state.standing = Standing::Joined;
+        // The own beacon is on its way.
+        state.heard = Some(Instant::now());
+    }
+    shared.registry_changed.notify_waiters();
+    Ok(())
+}
+
+impl<B: Bus> CoreShared<B> {
+    async fn read_pages(&self, of: Pages) -> Result<(), PlaneError> {
+        let subject = match of {
+            Pages::OfAny => self.subjects.registry_pages(),
+            Pages::Of(peer) => self.subjects.registry_pages_of(peer),
+        };
+        let mut after = String::new();
+        loop {
+            let request = codec::encode(&RegistryPageRequest {
+                after: after.clone(),
+            });
+            let request = request.map_err(|error| unavailable(&error.to_string()))?;
+            let answer = self
+                .bus
+                .request(subject.clone(), Bytes::from(request), PAGE_DEADLINE)
+                .await?;
+            let page: RegistryPage =
+                codec::decode(&answer).map_err(|error| unavailable(&error.to_string()))?;
+            let last = page.writes.last().map(|write| write.key.clone());
+            self.take_page(of, page.unix_ns, page.writes);
+            match last {
+                // Keys ascend, so that a page that repeats ends the read.
+                Some(last) if page.more && last > after => after = last,
+                Some(_) | None => return Ok(()),
+            }
+        }
+    }
+
+    fn take_page(&self, of: Pages, unix_ns: u64, writes: Vec<RegistryWrite>) {
+        let now = Instant::now();
+        let state = &mut *self.state();
+        match of {
+            Pages::OfAny => state.clock.join(now, unix_ns),
+            Pages::Of(_) => state.clock.observe(now, unix_ns),
+        }
+        for write in writes {
+            self.merge(state, now, write);
+        }
+        self.registry_changed.notify_waiters();
+    }
+
+    /// Takes in a broadcast write. The subject says which key its sender may write.
+    fn written(&self, message: &Broadcast) {
+        let Ok(write) = codec::decode::<RegistryWrite>(&message.payload) else {
+            return;
+        };
+        if self.subjects.written_key(&message.subject).as_ref() != Some(&write.key) {
+            return;
+        }
+        self.merge(&mut self.state(), Instant::now(), write);
+        self.registry_changed.notify_waiters();
+    }
+
+    fn merge(&self, state: &mut CoreState, now: Instant, write: RegistryWrite) {
+        let key = write.key.clone();
+        match state.registry.merge(now, write) {
+            Merged::Applied | Merged::Known => {}
+            Merged::Refused => tracing::debug!(key, "a registry entry exceeds a bound"),
+        }
+    }
+}
+
+async fn ended(sync: &mut Option<Sync>) {
+    match sync {
+        Some(sync) => drop(sync.await),
+        None => std::future::pending().await,
+    }
+}
+
+async fn next<T>(stream: &mut Option<PlaneStream<T>>) -> Option<T> {
+    match stream {
+        Some(stream) => stream.next().await,
+        None => std::future::pending().await,
+    }
+}
