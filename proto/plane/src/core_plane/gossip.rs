@@ -9,9 +9,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
-use warmroute_proto::peers::{
-    PeerBeacon, PeerId, RegistryPage, RegistryPageRequest, RegistryWrite,
-};
+use warmroute_proto::peers::PeerBeacon;
 
 use super::registry::Merged;
 use super::*;
@@ -155,14 +153,23 @@ impl<B: Bus> Gossip<B> {
             let state = &mut *self.shared.state();
             state.registry.expire(now);
             state.appends.expire(now);
-            if state.standing == Standing::Joined {
-                self.joined.get_or_insert(now);
+            match state.standing {
+                Standing::Joining => {}
+                Standing::Joined | Standing::Serving => {
+                    self.joined.get_or_insert(now);
+                }
             }
         }
         let is_old = |since: Instant| now.saturating_duration_since(since) >= SERVES_AFTER;
         if inbox.joiners.is_none() && self.joined.is_some_and(is_old) {
             let pages = self.shared.subjects.registry_pages();
             inbox.joiners = self.shared.bus.serve(pages).await.ok();
+        }
+        if inbox.joiners.is_some() {
+            let standing = &mut self.shared.state().standing;
+            if *standing == Standing::Joined {
+                *standing = Standing::Serving;
+            }
         }
         if self.beacon_due <= now && self.shared.check_joined().is_ok() {
             let period = self.period();
@@ -209,7 +216,7 @@ impl<B: Bus> Gossip<B> {
         });
         peer.seen = now;
         peer.differences = if is_equal { 0 } else { peer.differences + 1 };
-        let is_idle = self.sync.is_none() && state.standing == Standing::Joined;
+        let is_idle = self.sync.is_none() && state.standing != Standing::Joining;
         if is_idle && peer.differences >= DIFFERENCES_MAX {
             peer.differences = 0;
             let shared = Arc::clone(&self.shared);
@@ -275,18 +282,12 @@ impl<B: Bus> CoreShared<B> {
         };
         let mut after = String::new();
         loop {
-            let request = codec::encode(&RegistryPageRequest {
-                after: after.clone(),
-            });
-            let request = request.map_err(|error| unavailable(&error.to_string()))?;
-            let answer = self
-                .bus
-                .request(subject.clone(), Bytes::from(request), PAGE_DEADLINE)
-                .await?;
-            let page: RegistryPage =
-                codec::decode(&answer).map_err(|error| unavailable(&error.to_string()))?;
+            let asked = Instant::now();
+            let page = self.page(subject.clone(), after.clone(), PAGE_DEADLINE);
+            let page = page.await?;
             let last = page.writes.last().map(|write| write.key.clone());
-            self.take_page(of, page.unix_ns, page.writes);
+            self.take_clock(of, asked, page.unix_ns);
+            self.take_page(page.writes);
             match last {
                 // Keys ascend, so that a page that repeats ends the read.
                 Some(last) if page.more && last > after => after = last,
@@ -295,13 +296,20 @@ impl<B: Bus> CoreShared<B> {
         }
     }
 
-    fn take_page(&self, of: Pages, unix_ns: u64, writes: Vec<RegistryWrite>) {
+    /// A process that joins may be ahead of the others by the time that the answer took, and not
+    /// behind them: what it reads would seem younger than it is.
+    fn take_clock(&self, of: Pages, asked: Instant, unix_ns: u64) {
+        let now = Instant::now();
+        let clock = &mut self.state().clock;
+        match of {
+            Pages::OfAny => clock.join(asked, unix_ns),
+            Pages::Of(_) => clock.observe(now, unix_ns),
+        }
+    }
+
+    fn take_page(&self, writes: Vec<RegistryWrite>) {
         let now = Instant::now();
         let state = &mut *self.state();
-        match of {
-            Pages::OfAny => state.clock.join(now, unix_ns),
-            Pages::Of(_) => state.clock.observe(now, unix_ns),
-        }
         for write in writes {
             self.merge(state, now, write);
         }

@@ -26,7 +26,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use warmroute_proto::codec::{self, Message};
-use warmroute_proto::peers::{PeerId, RegistryWrite};
+use warmroute_proto::peers::{PeerId, RegistryPage, RegistryPageRequest, RegistryWrite};
 use warmroute_proto::subject::{Subjects, matches};
 use warmroute_proto::{LogPosition, Namespace, StreamIdentity};
 use xxhash_rust::xxh3::xxh3_64;
@@ -128,10 +128,15 @@ enum Standing {
     /// It may lack entries.
     Joining,
     Joined,
+    /// It answers others, and itself.
+    Serving,
 }
 
-/// A beacon's silence after which the network is not in order.
-const SILENCE_MAX: Duration = Duration::from_millis(2500);
+/// Silence of all beacons, the own one too, after which the network is not in order.
+const SILENCE_MAX: Duration = Duration::from_millis(1500);
+
+/// Time for an answer about the common clock.
+const CLOCK_DEADLINE: Duration = Duration::from_millis(500);
 
 impl<B: Bus> CorePlane<B> {
     /// In the runtime in which its tasks run. The plane is unavailable until it has joined the
@@ -277,7 +282,7 @@ impl<B: Bus> CoreShared<B> {
     fn check_joined(&self) -> Result<(), PlaneError> {
         self.check_up()?;
         match self.state().standing {
-            Standing::Joined => Ok(()),
+            Standing::Joined | Standing::Serving => Ok(()),
             Standing::Joining => Err(unavailable("the registry is not read yet")),
         }
     }
@@ -314,19 +319,49 @@ impl<B: Bus> CoreShared<B> {
         state.appends.received(&subject, checksum, position);
     }
 
-    /// The clock and bounds of this process's log, while the network works.
-    fn status(&self) -> Result<LogStatus, PlaneError> {
+    /// The bounds of this process's log, and the common clock as a process shows it now. So it
+    /// fails where the network does, and a clock that stood still is set right. Until a process
+    /// answers, beacons show both.
+    async fn status(&self) -> Result<LogStatus, PlaneError> {
         self.check_joined()?;
-        let state = self.state();
+        let read = self.read_clock().await;
         let now = Instant::now();
-        let is_silent = |heard| now.saturating_duration_since(heard) > SILENCE_MAX;
-        if state.heard.is_none_or(is_silent) {
-            return Err(unavailable("no beacon of any process"));
+        let state = &mut *self.state();
+        match read {
+            Ok(unix_ns) => state.clock.observe(now, unix_ns),
+            Err(error) if state.standing == Standing::Serving => return Err(error),
+            Err(error) => {
+                let is_silent = |heard| now.saturating_duration_since(heard) > SILENCE_MAX;
+                if state.heard.is_none_or(is_silent) {
+                    return Err(error);
+                }
+            }
         }
         Ok(LogStatus {
             now_unix_ns: state.clock.unix_ns(now),
             ..self.log.read().status()
         })
+    }
+
+    /// The common clock of any process.
+    async fn read_clock(&self) -> Result<u64, PlaneError> {
+        // Behind every key: a page without entries.
+        let after = self.subjects.all_keys() + "~";
+        let page = self.page(self.subjects.registry_pages(), after, CLOCK_DEADLINE);
+        Ok(page.await?.unix_ns)
+    }
+
+    async fn page(
+        &self,
+        subject: String,
+        after: String,
+        deadline: Duration,
+    ) -> Result<RegistryPage, PlaneError> {
+        let request = codec::encode(&RegistryPageRequest { after });
+        let request = request.map_err(|error| unavailable(&error.to_string()))?;
+        let request = Bytes::from(request);
+        let answer = self.bus.request(subject, request, deadline).await?;
+        codec::decode(&answer).map_err(|error| unavailable(&error.to_string()))
     }
 
     /// The watcher's next event. Wakes after changes, and when a key expires.
@@ -367,7 +402,7 @@ impl<B: Bus> Plane for CorePlane<B> {
     }
 
     fn log_status(&self) -> PlaneFuture<'_, LogStatus> {
-        ready(self.shared.status())
+        Box::pin(self.shared.status())
     }
 
     fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended> {
