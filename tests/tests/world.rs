@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use warmroute_indexer::fold::RecordVerdict;
-use warmroute_tests::world::{Breakage, Fault, Outcome, Plan, Report, Scripted, Setting, run};
+use warmroute_tests::world::{
+    Breakage, Fault, Outcome, Plan, Report, Scripted, Setting, WorldPlane, run,
+};
 
 const SEEDS: u64 = 500;
 /// A named fault is tried on so many worlds that are calm otherwise, and as many that are not.
@@ -58,12 +60,63 @@ fn random_storms_are_weathered() {
     }
 }
 
+fn without_a_log(plan: Plan) -> Plan {
+    let plane = WorldPlane::Core;
+    Plan { plane, ..plan }
+}
+
+#[test]
+fn random_storms_are_weathered_without_a_log() {
+    let plans: Vec<Plan> = (0..SEEDS)
+        .map(|seed| without_a_log(Plan::of(seed)))
+        .collect();
+    if let Some((at, outcome)) = first_broken(&plans) {
+        let seed = plans[at].seed;
+        panic!("--plane core, seed {seed}: {}", outcome.broken.unwrap());
+    }
+}
+
+/// Each on worlds that are calm otherwise, and on some that are not.
+#[test]
+fn named_faults_heal_without_a_log() {
+    for faults in [
+        &[ShimCrash(0)][..],
+        &[LoseState(0), ShimCrash(0)],
+        &[SecondShim(0), CutShim(0)],
+        &[IndexerCrash(0)],
+        &[CutAll],
+        &[CutShim(0)],
+        &[CutIndexer(0)],
+        &[PauseShim(0)],
+        &[PauseIndexer(0)],
+        &[SuspendShim(0)],
+        &[SuspendIndexer(0)],
+        &[StallShim(0), StallIndexer(0)],
+        &[RefuseRecords(0)],
+        &[LoseAcks(0)],
+        &[DeafShim(0)],
+        &[DeafIndexer(0)],
+    ] {
+        for seed in 0..WORLDS {
+            let plan = without_a_log(scripted(seed, None, faults));
+            let (is_calm, outcome) = (plan.is_calm, run(&plan));
+            let broken = outcome.broken;
+            assert_eq!(broken, None, "{faults:?}, seed {seed}, calm {is_calm}");
+            assert!(outcome.report.exact > 0, "{faults:?}, seed {seed}");
+        }
+    }
+}
+
 #[test]
 fn a_seed_is_the_whole_input() {
-    for seed in 0..4 {
+    for seed in 0..8 {
         let plan = Plan {
             is_traced: true,
-            ..Plan::of(seed)
+            ..Plan::of(seed / 2)
+        };
+        let plan = match seed % 2 {
+            0 => plan,
+            _ => without_a_log(plan),
         };
         let [first, second] = [(); 2].map(|()| run(&plan).trace);
         assert!(first.len() > 100, "the trace has events");

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::time::Instant;
-use warmroute_tests::world::{Outcome, Plan, Report, run};
+use warmroute_tests::world::{Outcome, Plan, Report, WorldPlane, run};
 
 /// Runs seeds of the simulated world, prints those that fail and a summary.
 #[derive(Parser)]
@@ -20,6 +20,9 @@ struct Args {
     /// Print the trace of one seed instead.
     #[arg(long)]
     trace: Option<u64>,
+    /// The plane: with a log server, or core NATS.
+    #[arg(long, value_enum, default_value = "log")]
+    plane: WorldPlane,
     /// Threads; as many as there are processors by default.
     #[arg(long)]
     threads: Option<usize>,
@@ -38,6 +41,7 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Some(seed) = args.trace {
         let outcome = run(&Plan {
             is_traced: true,
+            plane: args.plane,
             ..Plan::of(seed)
         });
         for line in &outcome.trace {
@@ -59,7 +63,7 @@ fn main() -> anyhow::Result<ExitCode> {
             scope.spawn(move || {
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= end || sender.send((seed, outcome(seed))).is_err() {
+                    if seed >= end || sender.send((seed, outcome(seed, args.plane))).is_err() {
                         return;
                     }
                 }
@@ -99,8 +103,12 @@ fn main() -> anyhow::Result<ExitCode> {
 }
 
 /// A panic of a core, a count below zero for one, is a fault of its seed.
-fn outcome(seed: u64) -> Outcome {
-    let run = std::panic::catch_unwind(|| run(&Plan::of(seed)));
+fn outcome(seed: u64, plane: WorldPlane) -> Outcome {
+    let plan = Plan {
+        plane,
+        ..Plan::of(seed)
+    };
+    let run = std::panic::catch_unwind(|| run(&plan));
     run.unwrap_or_else(|_| Outcome {
         report: Report::default(),
         broken: Some("panicked".to_owned()),

@@ -19,6 +19,7 @@ use warmroute_proto::{
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::World;
+use super::core_bus::WorldPlane;
 use super::engine::EngineNode;
 use super::faults::Fault;
 use super::host::{Event, ProcessId};
@@ -426,7 +427,8 @@ impl World {
         // An indexer follows the registry from when it follows the log.
         let undisturbed = undisturbed.max(self.plane.log_led_from());
         let is_cut = host.is_cut || host.subscriptions.lacks_inbox();
-        if is_cut || is_lossy || undisturbed + SEEN_WITHIN > self.now {
+        let is_replicated = self.plane.kind == WorldPlane::Core;
+        if is_cut || is_lossy || is_replicated || undisturbed + SEEN_WITHIN > self.now {
             return;
         }
         let Some(shown) = self.read_index(at, Handle::workers) else {
@@ -701,10 +703,14 @@ impl World {
     }
 
     fn is_index_ill(&self, at: usize) -> Option<String> {
-        let last = self.plane.log.status().last;
         let read = |handle: &Handle| (handle.is_ready(), handle.position());
         let Some((is_ready, position)) = self.read_index(at, read) else {
             return Some(format!("indexer {at} is down"));
+        };
+        let last = match self.plane.kind {
+            WorldPlane::Log => self.plane.log.status().last,
+            // Each indexer has a log of its own.
+            WorldPlane::Core => position,
         };
         if !is_ready || position != last {
             return Some(format!(

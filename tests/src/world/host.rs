@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::{Broadcast, LogMessage, RegistryEvent};
+use warmroute_plane::{Broadcast, LogMessage, RegistryEvent, ServiceRequest};
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
 use warmroute_router::fleet::health::Observation;
@@ -270,6 +270,8 @@ pub(super) enum Input {
     /// A router's question to an indexer, and its answer.
     Query(ProcessId, u64, Rc<IndexQuery>),
     Answer(u64, usize, Rc<IndexAnswer>),
+    /// A request to a service of a process.
+    Request(String, ServiceRequest),
     /// An engine's health, as a router saw it.
     Sight(usize, Observation),
     /// An engine's answer to a request.

@@ -1,7 +1,6 @@
 //! Indexers: the product's service around a simulated plane, and what the world sees of it.
 
 use std::rc::Rc;
-use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use warmroute_indexer::fold::RecordVerdict;
@@ -13,6 +12,7 @@ use warmroute_proto::{LogPosition, codec};
 
 use super::World;
 use super::breakage::Bent;
+use super::core_bus::WorldPlane;
 use super::host::{Input, Kind, ProcessId};
 
 /// A router's query that the process has not answered.
@@ -55,14 +55,16 @@ impl World {
             namespace: self.namespace.clone(),
             max_memory_bytes: self.rates.set.indexer_bytes_max.filter(|_| at == 0),
         };
-        let schedule = self.rates.schedule;
+        let (schedule, kind) = (self.rates.schedule, self.plane.kind);
         let mut handle = None;
         self.run_process(host, |plane, _outbox, stop| {
-            let service = Service::new(config, Arc::new(plane)).unwrap();
+            let service = Service::new(config, plane).unwrap();
             let id = writer.clone();
-            let service = service
-                .with_snapshots(SnapshotConfig { writer, schedule })
-                .registered_as(Replica { id, url: None });
+            let service = service.registered_as(Replica { id, url: None });
+            let service = match kind {
+                WorldPlane::Log => service.with_snapshots(SnapshotConfig { writer, schedule }),
+                WorldPlane::Core => service,
+            };
             handle = Some(service.handle());
             async { service.run(stop).await.unwrap() }
         });

@@ -27,6 +27,7 @@
 mod audit;
 mod breakage;
 mod check;
+mod core_bus;
 mod deaf;
 mod engine;
 mod faults;
@@ -58,6 +59,7 @@ use warmroute_shim::source::GenerationCounts;
 
 pub use check::Report;
 use check::{Checks, Vouched};
+pub use core_bus::WorldPlane;
 use deaf::SubscriptionState;
 use engine::EngineNode;
 pub use faults::{Fault, Rates, Scripted, Setting};
@@ -156,6 +158,7 @@ impl Breakage {
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     pub seed: u64,
+    pub plane: WorldPlane,
     pub broken: Option<Breakage>,
     /// Faults at fixed moments, on top of the seed's.
     pub script: Vec<Scripted>,
@@ -236,6 +239,10 @@ impl World {
         rates.draw_routers(plan.seed);
         let mut dice = Rng::with_seed(plan.seed ^ 0x057A_1175);
         rates.draw_stalls(&mut dice);
+        if plan.plane == WorldPlane::Core {
+            // They are drivers of the world's registry, not of the product's plane.
+            rates.routers = 0;
+        }
         if let Some(setting) = plan.setting {
             rates.settle(setting, plan.seed);
         }
@@ -253,7 +260,7 @@ impl World {
             planned: 0,
             rates,
             broken: plan.broken,
-            plane: Plane::new(log),
+            plane: Plane::new(log, plan.plane),
             hosts: Vec::new(),
             engines: Vec::new(),
             shims: Vec::new(),
@@ -269,6 +276,8 @@ impl World {
             rng,
             dice,
         };
+        // A generation whose key no other process has is lost with its shim (ADR 26).
+        world.checks.history_lost = plan.plane == WorldPlane::Core;
         world.build();
         world
     }

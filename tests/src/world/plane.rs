@@ -8,6 +8,8 @@ use tokio::sync::mpsc;
 use warmroute_plane::{LogMessage, LogStatus, PutIf, RegistryEntry, RegistryEvent, Revision};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
+use super::core_bus::WorldPlane;
+
 /// Since the world began.
 pub(super) type At = Duration;
 
@@ -196,6 +198,9 @@ pub(super) struct Changed {
 }
 
 pub(super) struct Plane {
+    pub(super) kind: WorldPlane,
+    /// When the last message from one host to another one arrives, without a log server.
+    pub(super) reached: BTreeMap<(usize, usize), At>,
     pub(super) log: Log,
     pub(super) keys: BTreeMap<String, Entry>,
     revision: u64,
@@ -214,8 +219,10 @@ pub(super) struct Plane {
 }
 
 impl Plane {
-    pub(super) const fn new(log: Log) -> Self {
+    pub(super) const fn new(log: Log, kind: WorldPlane) -> Self {
         Self {
+            kind,
+            reached: BTreeMap::new(),
             log,
             keys: BTreeMap::new(),
             revision: 0,

@@ -4,13 +4,15 @@
 //! fires at its own local time; what the process then sends leaves up to a beat later. The shortest
 //! period of a shell is 100 ms.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::Broadcast;
+use warmroute_plane::{Broadcast, Plane};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, Heartbeat, Record, codec};
 
+use super::core_bus::WorldPlane;
 use super::host::{Event, Input, Kind, Running, Then};
 use super::plane::{Op, Reply};
 use super::process::Process;
@@ -37,7 +39,7 @@ impl World {
     pub(super) fn run_process<F>(
         &mut self,
         host: usize,
-        main: impl FnOnce(SimPlane, Outbox, CancellationToken) -> F,
+        main: impl FnOnce(Arc<dyn Plane>, Outbox, CancellationToken) -> F,
     ) where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -46,12 +48,13 @@ impl World {
         let socket = connection(self.hosts[host].seems_up);
         let shows_missing = self.broken != Some(Breakage::DeafIsConnected);
         let bytes_max = self.rates.set.record_bytes_max.unwrap_or(MESSAGE_BYTES_MAX);
+        let plane_of = self.plane_of(host);
         let mut connection = None;
         let process = Process::start(self.now, || {
             let own = ConnectionState::new(socket, shows_missing);
             let own = connection.insert(own).clone();
             let plane = SimPlane::new(outbox.clone(), own.clone(), bytes_max);
-            let service = main(plane, outbox.clone(), stop.clone());
+            let service = main(plane_of(plane), outbox.clone(), stop.clone());
             let supervision = supervise(own, outbox.clone());
             async {
                 tokio::select! {
@@ -162,6 +165,7 @@ impl World {
         match input {
             Input::Broadcast(message) => self.accept_broadcast(host, message),
             Input::Tail(tail, connection, batch) => self.accept_tail(host, tail, connection, batch),
+            Input::Request(subject, request) => self.accept_request(host, &subject, request),
             Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
             Input::Reply(Then::Process(to), reply) => {
                 self.note(|| format!("host {host}: answered {}", reply.label()));
@@ -311,7 +315,10 @@ impl World {
             Sent::Publish(message) => {
                 let message = self.heartbeat_as_sent(host, message);
                 self.observe_publish(&message);
-                self.publish(host, &message);
+                match self.plane.kind {
+                    WorldPlane::Log => self.publish(host, &message),
+                    WorldPlane::Core => self.publish_in_order(host, &message),
+                }
             }
             Sent::Subscribe(subject, to) => {
                 if let Some(running) = &mut self.hosts[host].running {
@@ -319,6 +326,7 @@ impl World {
                 }
                 self.on_subscription(host);
             }
+            Sent::Request(subject, request) => self.request(host, subject, request),
             Sent::Reconnect => self.reconnect(host),
             Sent::Serve(subject, to) => {
                 if let Some(running) = &mut self.hosts[host].running {

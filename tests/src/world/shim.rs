@@ -72,7 +72,7 @@ impl World {
                 let outbox = outbox.clone();
                 Arc::new(SimDisk { outbox, checkpoint }) as Arc<dyn CheckpointStore>
             });
-            let service = Service::with_engine(config, Arc::new(plane), SimEngine(outbox));
+            let service = Service::with_engine(config, plane, SimEngine(outbox));
             let service = service.unwrap();
             handle = Some(service.handle());
             async { service.run(stop).await.unwrap() }

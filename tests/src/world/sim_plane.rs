@@ -43,6 +43,7 @@ pub(super) enum Sent {
     Publish(Broadcast),
     Subscribe(String, mpsc::Sender<Broadcast>),
     Serve(String, mpsc::Sender<ServiceRequest>),
+    Request(String, ServiceRequest),
     /// The client closes its connection and opens another one.
     Reconnect,
     OpenFeed(mpsc::Sender<EngineEvent>),
@@ -57,7 +58,7 @@ pub(super) enum Sent {
 pub(super) struct Outbox(Arc<Mutex<Vec<Sent>>>);
 
 impl Outbox {
-    fn push(&self, sent: Sent) {
+    pub(super) fn push(&self, sent: Sent) {
         self.0.lock().unwrap().push(sent);
     }
 
@@ -212,7 +213,7 @@ async fn probe_inbox(connection: &ConnectionState, outbox: &Outbox) {
 
 /// A process's client of the plane.
 pub(super) struct SimPlane {
-    outbox: Outbox,
+    pub(super) outbox: Outbox,
     connection: ConnectionState,
     /// The plane's limit of a message, in bytes.
     bytes_max: usize,

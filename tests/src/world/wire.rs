@@ -78,7 +78,7 @@ impl World {
         if node.is_cut {
             match input {
                 Input::Broadcast(_) | Input::Tail(..) | Input::Registry(..) => return,
-                Input::Refused(_) => return,
+                Input::Refused(_) | Input::Request(..) => return,
                 Input::Load(_) | Input::Asked(..) | Input::Query(..) | Input::Answer(..) => return,
                 // Its time-out reports it.
                 Input::Answered(_, _, Some(_)) => return,
@@ -422,7 +422,7 @@ impl World {
     }
 
     /// How long what goes from one to the other waits in their connections.
-    fn stalled(&self, from: usize, to: usize) -> Duration {
+    pub(super) fn stalled(&self, from: usize, to: usize) -> Duration {
         let until = self.hosts[from]
             .stalled_until
             .max(self.hosts[to].stalled_until);
