@@ -15,7 +15,7 @@ for file in "$work/manual/completions/bash"/*.bash; do
   install -D -m 644 "$file" "$share/bash-completion/completions/$(basename "$file" .bash)"
 done
 install -D -m 644 -t "$share/doc/warmroute" README.md LICENSE CHANGELOG.md deploy/router.toml \
-  deploy/nats/nats.conf deploy/prometheus/rules.yml "$bill"
+  deploy/nats/nats.conf deploy/nats/nats-core.conf deploy/prometheus/rules.yml "$bill"
 (cd "$tree" && find . -type f ! -name SHA256SUMS -printf '%P\0' | sort -z | xargs -0 sha256sum) \
   >"$work/sums"
 install -m 644 "$work/sums" "$share/doc/warmroute/SHA256SUMS"

@@ -177,6 +177,14 @@ fn replicas_with_logs_of_their_own_are_compared_by_records() {
     }
     let later = start + ms(600);
     assert_eq!(judge(&mut fixture, 9, 3, later), SourceState::Stale);
+    let mut positions = PositionsSeen::default();
+    for (nonce, position) in [(7, 9), (1, 3), (9, 2), (7, 1)] {
+        let log = StreamIdentity::of_one_reader(nonce);
+        for now in [start, start + ms(600)] {
+            let seen = positions.observe(log, LogPosition(position), now);
+            assert_eq!(seen, Freshness::Fresh, "{nonce}");
+        }
+    }
     let demoted = LogGeneration {
         log: StreamIdentity::of_one_reader(7),
         generation: Generation(5),
