@@ -38,7 +38,7 @@ impl Served {
         let args = RouterArgs::try_parse_from(args.iter().chain(&ports).chain(more)).unwrap();
         let config = Config::try_from(args).unwrap();
         Self {
-            running: Running::start(config, background).await.unwrap(),
+            running: Box::pin(Running::start(config, background)).await.unwrap(),
             settings: path,
             client: crate::testing::http_client(),
         }
