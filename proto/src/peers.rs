@@ -12,7 +12,8 @@ use xxhash_rust::xxh3::xxh3_64;
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct RegistryWrite {
     pub key: String,
-    /// The writer's counter, above every revision that it knows, and 16 bits of the writer's id.
+    /// The writer's counter, above the revision of the key that it knows, and 16 bits of the writer's
+    /// id.
     pub revision: u64,
     /// `None`: the key was deleted.
     pub value: Option<Vec<u8>>,
@@ -34,8 +35,7 @@ pub struct PeerBeacon {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
 pub struct PeerId(pub u64);
 
-/// Count and sum of registry keys without leases. The deleted ones count, for as long as they are
-/// remembered.
+/// Count and sum of the registry's present keys without leases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct RegistryDigest {
     pub count: u64,

@@ -96,8 +96,8 @@ impl World {
         }
     }
 
-    /// A request goes to one of those that serve its subject. If there is none, or it is lost, it
-    /// fails immediately.
+    /// A request goes to one of those that serve its subject. If there is none, it fails
+    /// immediately; if it is lost, at its deadline.
     pub(super) fn request(&mut self, from: usize, subject: String, request: ServiceRequest) {
         let serves = |host: &usize| {
             let node = &self.hosts[*host];
@@ -105,7 +105,11 @@ impl World {
             running.is_some_and(|running| running.streams.server(&subject).is_some())
         };
         let servers: Vec<usize> = (0..self.hosts.len()).filter(serves).collect();
-        if servers.is_empty() || self.hosts[from].is_cut || self.strikes(self.rates.call_lost) {
+        if self.hosts[from].is_cut || self.strikes(self.rates.call_lost) {
+            self.plane.lost_requests.push(request);
+            return;
+        }
+        if servers.is_empty() {
             return;
         }
         let to = servers[self.rng.usize(0..servers.len())];
@@ -113,11 +117,12 @@ impl World {
     }
 
     /// A request comes to its server, whose answer the requester reads when it runs next.
-    pub(super) fn accept_request(&self, host: usize, subject: &str, request: ServiceRequest) {
+    pub(super) fn accept_request(&mut self, host: usize, subject: &str, request: ServiceRequest) {
         let running = self.hosts[host].running.as_ref();
-        if let Some(server) = running.and_then(|running| running.streams.server(subject)) {
-            // A full queue loses it.
-            drop(server.try_send(request));
+        match running.and_then(|running| running.streams.server(subject)) {
+            // A full queue drops it, which the requester sees.
+            Some(server) => drop(server.try_send(request)),
+            None => self.plane.lost_requests.push(request),
         }
     }
 }
@@ -144,15 +149,15 @@ impl Bus for SimPlane {
         subject: String,
         payload: Bytes,
         deadline: Duration,
-    ) -> PlaneFuture<'_, Bytes> {
+    ) -> PlaneFuture<'_, Option<Bytes>> {
         let outbox = self.outbox.clone();
         Box::pin(async move {
             let (reply, answer) = oneshot::channel();
             let reply = Reply::new(reply);
             outbox.push(Sent::Request(subject, ServiceRequest { payload, reply }));
             match timeout(deadline, answer).await {
-                Ok(Ok(answer)) => Ok(answer),
-                Ok(Err(_)) => Err(PlaneError::Unavailable("no server".to_owned())),
+                Ok(Ok(answer)) => Ok(Some(answer)),
+                Ok(Err(_)) => Ok(None),
                 Err(_) => Err(PlaneError::Unavailable("no answer in time".to_owned())),
             }
         })

@@ -21,12 +21,13 @@ pub trait Bus: Send + Sync + 'static {
 
     fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>>;
 
+    /// `None` if no process serves the subject. Not certain: a process may just have begun to.
     fn request(
         &self,
         subject: String,
         payload: Bytes,
         deadline: Duration,
-    ) -> PlaneFuture<'_, Bytes>;
+    ) -> PlaneFuture<'_, Option<Bytes>>;
 
     fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>>;
 }

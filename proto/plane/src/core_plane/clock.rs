@@ -39,11 +39,20 @@ impl CommonClock {
 
     /// Takes a reading of another process's clock.
     pub(super) fn observe(&mut self, now: Instant, unix_ns: u64) {
-        let own = self.time_at(now);
-        let ahead = Duration::from_nanos(unix_ns).saturating_sub(own);
-        if (STEP_MIN..=STEP_MAX).contains(&ahead) {
+        if self.ahead(now, unix_ns) <= STEP_MAX {
+            self.follow(now, unix_ns);
+        }
+    }
+
+    /// Takes a reading of another process's clock, however far it is ahead.
+    pub(super) fn follow(&mut self, now: Instant, unix_ns: u64) {
+        if self.ahead(now, unix_ns) >= STEP_MIN {
             self.join(now, unix_ns);
         }
+    }
+
+    fn ahead(&self, now: Instant, unix_ns: u64) -> Duration {
+        Duration::from_nanos(unix_ns).saturating_sub(self.time_at(now))
     }
 
     fn time_at(&self, now: Instant) -> Duration {
@@ -70,6 +79,13 @@ mod tests {
         assert_eq!(clock.unix_ns(later), 1900 * MS);
         clock.observe(later, u64::MAX);
         assert_eq!(clock.unix_ns(later), 1900 * MS, "no clock");
+        clock.follow(later, 1800 * MS);
+        assert_eq!(clock.unix_ns(later), 1900 * MS, "behind");
+        let day = 25 * 3600 * 1000 * MS;
+        clock.observe(later, day);
+        assert_eq!(clock.unix_ns(later), 1900 * MS, "too far ahead");
+        clock.follow(later, day);
+        assert_eq!(clock.unix_ns(later), day);
         clock.join(later, 100 * MS);
         assert_eq!(clock.unix_ns(later), 100 * MS);
     }

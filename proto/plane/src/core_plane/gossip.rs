@@ -36,8 +36,13 @@ const SERVES_AFTER: Duration = Duration::from_secs(3);
 const PAGE_BYTES_MAX: usize = 256 << 10;
 const PAGE_DEADLINE: Duration = Duration::from_secs(1);
 const PAGE_RETRY: Duration = Duration::from_millis(100);
-/// Attempts at the first page, after which no other process is there.
-const PAGE_TRIES: u32 = 3;
+/// Times that no process serves pages, after which there is no other one.
+const UNSERVED_MAX: u32 = 3;
+/// Silence of others, while a question for their pages has no answer, after which there are none
+/// that run.
+const OTHERS_SILENT: Duration = Duration::from_secs(3);
+/// A read that brought nothing is not tried again earlier: two registries at their bounds differ.
+const IDLE_READ_PAUSE: Duration = Duration::from_secs(30);
 
 const RETRY: Duration = Duration::from_millis(500);
 
@@ -66,6 +71,10 @@ struct Gossip<B> {
     /// When this process first had the registry.
     joined: Option<Instant>,
     sync: Option<Sync>,
+    /// Writes that were taken in when the read of pages began.
+    applied_before: u64,
+    /// No pages are read before, unless this process joins.
+    reads_from: Instant,
 }
 
 /// Runs until the connection ends for good.
@@ -74,7 +83,7 @@ pub(super) async fn run<B: Bus>(shared: Arc<CoreShared<B>>) {
         match open(&shared).await {
             Ok(inbox) => break inbox,
             Err(error) => {
-                tracing::debug!(%error, "the registry cannot be followed yet");
+                tracing::warn!(%error, "the registry cannot be followed yet");
                 sleep(RETRY).await;
             }
         }
@@ -84,6 +93,8 @@ pub(super) async fn run<B: Bus>(shared: Arc<CoreShared<B>>) {
         beacon_due: Instant::now(),
         joined: None,
         sync: None,
+        applied_before: 0,
+        reads_from: Instant::now(),
         shared,
     };
     gossip.serve(&mut inbox).await;
@@ -113,20 +124,23 @@ impl<B: Bus> Gossip<B> {
                 biased;
                 Ok(()) = connection.changed() => {
                     let is = *connection.borrow_and_update();
+                    // It must not answer its own question.
+                    inbox.joiners = None;
                     self.see_connection(is);
                 }
-                () = ended(&mut self.sync) => self.sync = None,
+                () = ended(&mut self.sync) => self.read_ended(),
                 Some(request) = next(&mut inbox.joiners) => self.answer(request),
                 request = inbox.requests.next() => match request {
                     Some(request) => self.answer(request),
                     None => return,
                 },
-                beacon = inbox.beacons.next() => match beacon {
-                    Some(beacon) => self.beacon(&beacon),
-                    None => return,
-                },
+                // Writes before the beacons that follow them.
                 write = inbox.writes.next() => match write {
                     Some(write) => self.shared.written(&write),
+                    None => return,
+                },
+                beacon = inbox.beacons.next() => match beacon {
+                    Some(beacon) => self.beacon(&beacon),
                     None => return,
                 },
                 _ = ticks.tick() => self.tick(inbox).await,
@@ -145,6 +159,15 @@ impl<B: Bus> Gossip<B> {
             Connection::Down => None,
         };
         self.beacon_due = Instant::now();
+        self.joined = None;
+    }
+
+    fn read_ended(&mut self) {
+        self.sync = None;
+        let applied = self.shared.state().applied;
+        if applied == self.applied_before {
+            self.reads_from = Instant::now() + IDLE_READ_PAUSE;
+        }
     }
 
     async fn tick(&mut self, inbox: &mut Inbox) {
@@ -205,7 +228,8 @@ impl<B: Bus> Gossip<B> {
         if beacon.peer == self.shared.peer {
             return;
         }
-        state.clock.observe(now, beacon.unix_ns);
+        state.other = Some((beacon.peer, now));
+        state.observe_clock(now, beacon.unix_ns);
         let is_equal = state.registry.digest() == beacon.registry;
         if !self.peers.contains_key(&beacon.peer) && self.peers.len() >= PEERS_MAX {
             return;
@@ -216,12 +240,14 @@ impl<B: Bus> Gossip<B> {
         });
         peer.seen = now;
         peer.differences = if is_equal { 0 } else { peer.differences + 1 };
-        let is_idle = self.sync.is_none() && state.standing != Standing::Joining;
-        if is_idle && peer.differences >= DIFFERENCES_MAX {
+        let may_read =
+            self.sync.is_none() && state.standing != Standing::Joining && self.reads_from <= now;
+        if may_read && peer.differences >= DIFFERENCES_MAX {
             peer.differences = 0;
+            self.applied_before = state.applied;
             let shared = Arc::clone(&self.shared);
             self.sync = Some(Box::pin(async move {
-                shared.read_pages(Pages::Of(beacon.peer)).await
+                shared.read_pages(Pages::Of(beacon.peer)).await.map(drop)
             }));
         }
     }
@@ -255,11 +281,39 @@ enum Pages {
     Of(PeerId),
 }
 
-/// Reads the registry of another process, if there is one.
+/// What became of a read of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PagesRead {
+    Whole,
+    /// No process serves them.
+    Unserved,
+}
+
+/// Reads the registry of another process. Without one that runs, this process is the first.
+///
+/// Any process may get the question, also one that stands still. So no answer is no proof: those
+/// that send beacons are asked by name.
 async fn join<B: Bus>(shared: Arc<CoreShared<B>>) -> Result<(), PlaneError> {
-    for _ in 0..PAGE_TRIES {
-        if shared.read_pages(Pages::OfAny).await.is_ok() {
+    let began = Instant::now();
+    let mut unserved = 0;
+    while unserved < UNSERVED_MAX {
+        let read = shared.read_pages(Pages::OfAny).await;
+        if let Ok(PagesRead::Whole) = read {
             break;
+        }
+        let other = shared.other(OTHERS_SILENT);
+        if let Some(other) = other
+            && let Ok(PagesRead::Whole) = shared.read_pages(Pages::Of(other)).await
+        {
+            break;
+        }
+        match read {
+            Ok(PagesRead::Whole | PagesRead::Unserved) => unserved += 1,
+            Err(error) if other.is_none() && began.elapsed() >= OTHERS_SILENT => {
+                tracing::warn!(%error, "no other process answers: this one is the first");
+                break;
+            }
+            Err(_) => {}
         }
         sleep(PAGE_RETRY).await;
     }
@@ -275,7 +329,14 @@ async fn join<B: Bus>(shared: Arc<CoreShared<B>>) -> Result<(), PlaneError> {
 }
 
 impl<B: Bus> CoreShared<B> {
-    async fn read_pages(&self, of: Pages) -> Result<(), PlaneError> {
+    /// A process whose beacon came within this time.
+    pub(super) fn other(&self, within: Duration) -> Option<PeerId> {
+        let other = self.state().other;
+        let recent = other.filter(|(_, seen)| seen.elapsed() <= within);
+        recent.map(|(peer, _)| peer)
+    }
+
+    async fn read_pages(&self, of: Pages) -> Result<PagesRead, PlaneError> {
         let subject = match of {
             Pages::OfAny => self.subjects.registry_pages(),
             Pages::Of(peer) => self.subjects.registry_pages_of(peer),
@@ -284,26 +345,32 @@ impl<B: Bus> CoreShared<B> {
         loop {
             let asked = Instant::now();
             let page = self.page(subject.clone(), after.clone(), PAGE_DEADLINE);
-            let page = page.await?;
+            let Some(page) = page.await? else {
+                return Ok(PagesRead::Unserved);
+            };
             let last = page.writes.last().map(|write| write.key.clone());
-            self.take_clock(of, asked, page.unix_ns);
+            self.take_clock(asked, page.unix_ns);
             self.take_page(page.writes);
             match last {
                 // Keys ascend, so that a page that repeats ends the read.
                 Some(last) if page.more && last > after => after = last,
-                Some(_) | None => return Ok(()),
+                Some(_) | None => return Ok(PagesRead::Whole),
             }
         }
     }
 
     /// A process that joins may be ahead of the others by the time that the answer took, and not
-    /// behind them: what it reads would seem younger than it is.
-    fn take_clock(&self, of: Pages, asked: Instant, unix_ns: u64) {
+    /// behind them: what it reads would seem younger than it is. One that had joined before has the
+    /// common clock, which is never set back.
+    fn take_clock(&self, asked: Instant, unix_ns: u64) {
         let now = Instant::now();
-        let clock = &mut self.state().clock;
-        match of {
-            Pages::OfAny => clock.join(asked, unix_ns),
-            Pages::Of(_) => clock.observe(now, unix_ns),
+        let state = &mut *self.state();
+        match state.clock_source {
+            ClockSource::Own => {
+                state.clock_source = ClockSource::Others;
+                state.clock.join(asked, unix_ns);
+            }
+            ClockSource::Others => state.observe_clock(now, unix_ns),
         }
     }
 
@@ -331,7 +398,8 @@ impl<B: Bus> CoreShared<B> {
     fn merge(&self, state: &mut CoreState, now: Instant, write: RegistryWrite) {
         let key = write.key.clone();
         match state.registry.merge(now, write) {
-            Merged::Applied | Merged::Known => {}
+            Merged::Applied => state.applied += 1,
+            Merged::Known => {}
             Merged::Refused => tracing::debug!(key, "a registry entry exceeds a bound"),
         }
     }

@@ -120,6 +120,19 @@ struct CoreState {
     standing: Standing,
     /// When a beacon was received last, the own one too.
     heard: Option<Instant>,
+    /// The last beacon of another process.
+    other: Option<(PeerId, Instant)>,
+    clock_source: ClockSource,
+    /// Other processes' writes that were taken in.
+    applied: u64,
+}
+
+/// Where the common clock of this process is from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ClockSource {
+    /// This machine's time of day.
+    Own,
+    Others,
 }
 
 /// Whether this process has the registry.
@@ -134,6 +147,9 @@ enum Standing {
 
 /// Silence of all beacons, the own one too, after which the network is not in order.
 const SILENCE_MAX: Duration = Duration::from_millis(1500);
+
+/// A process without a beacon for so long is not asked by name for the common clock.
+const OTHER_RUNS: Duration = Duration::from_secs(3);
 
 /// Time for an answer about the common clock.
 const CLOCK_DEADLINE: Duration = Duration::from_millis(500);
@@ -157,6 +173,9 @@ impl<B: Bus> CorePlane<B> {
             filters: Vec::new(),
             standing: Standing::Joining,
             heard: None,
+            other: None,
+            clock_source: ClockSource::Own,
+            applied: 0,
         };
         let stop = CancellationToken::new();
         let shared = Arc::new(CoreShared {
@@ -328,7 +347,7 @@ impl<B: Bus> CoreShared<B> {
         let now = Instant::now();
         let state = &mut *self.state();
         match read {
-            Ok(unix_ns) => state.clock.observe(now, unix_ns),
+            Ok(unix_ns) => state.observe_clock(now, unix_ns),
             Err(error) if state.standing == Standing::Serving => return Err(error),
             Err(error) => {
                 let is_silent = |heard| now.saturating_duration_since(heard) > SILENCE_MAX;
@@ -343,12 +362,22 @@ impl<B: Bus> CoreShared<B> {
         })
     }
 
-    /// The common clock of any process.
+    /// The common clock of another process that runs, by its beacons; else of any process.
     async fn read_clock(&self) -> Result<u64, PlaneError> {
-        // Behind every key: a page without entries.
-        let after = self.subjects.all_keys() + "~";
-        let page = self.page(self.subjects.registry_pages(), after, CLOCK_DEADLINE);
-        Ok(page.await?.unix_ns)
+        let by_name = self.other(OTHER_RUNS);
+        let by_name = by_name.map(|peer| self.subjects.registry_pages_of(peer));
+        let of_any = self.subjects.registry_pages();
+        let mut error = unavailable("no process answers");
+        for subject in by_name.into_iter().chain([of_any]) {
+            // Behind every key: a page without entries.
+            let after = self.subjects.all_keys() + "~";
+            match self.page(subject, after, CLOCK_DEADLINE).await {
+                Ok(Some(page)) => return Ok(page.unix_ns),
+                Ok(None) => {}
+                Err(failed) => error = failed,
+            }
+        }
+        Err(error)
     }
 
     async fn page(
@@ -356,12 +385,13 @@ impl<B: Bus> CoreShared<B> {
         subject: String,
         after: String,
         deadline: Duration,
-    ) -> Result<RegistryPage, PlaneError> {
+    ) -> Result<Option<RegistryPage>, PlaneError> {
         let request = codec::encode(&RegistryPageRequest { after });
         let request = request.map_err(|error| unavailable(&error.to_string()))?;
         let request = Bytes::from(request);
         let answer = self.bus.request(subject, request, deadline).await?;
-        codec::decode(&answer).map_err(|error| unavailable(&error.to_string()))
+        let page = answer.map(|answer| codec::decode(&answer)).transpose();
+        page.map_err(|error| unavailable(&error.to_string()))
     }
 
     /// The watcher's next event. Wakes after changes, and when a key expires.
@@ -389,6 +419,15 @@ impl<B: Bus> CoreShared<B> {
 }
 
 impl CoreState {
+    /// Takes a reading of another process's clock. Before this process serves others, it follows
+    /// any that is ahead: its own time of day may be that of a machine without a clock.
+    fn observe_clock(&mut self, now: Instant, unix_ns: u64) {
+        match self.standing {
+            Standing::Joining | Standing::Joined => self.clock.follow(now, unix_ns),
+            Standing::Serving => self.clock.observe(now, unix_ns),
+        }
+    }
+
     fn reads(&self, filter: &str) -> bool {
         self.filters
             .iter()
@@ -493,7 +532,10 @@ impl<B: Bus> Plane for CorePlane<B> {
         payload: Bytes,
         deadline: Duration,
     ) -> PlaneFuture<'_, Bytes> {
-        self.shared.bus.request(subject, payload, deadline)
+        Box::pin(async move {
+            let answer = self.shared.bus.request(subject, payload, deadline).await?;
+            answer.ok_or_else(|| unavailable("no server for this subject"))
+        })
     }
 
     fn payload_max(&self) -> usize {

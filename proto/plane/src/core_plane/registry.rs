@@ -1,7 +1,7 @@
 //! The registry as every process keeps it. Time is an argument.
 //!
 //! A write is applied here and broadcast; of two writes of a key the one with the higher revision
-//! counts everywhere. LeaseClock expire by the clock of each process, not while the process is cut off
+//! counts everywhere. Leases expire by the clock of each process, not while the process is cut off
 //! or after it stood still. A deleted or expired key is remembered for a while, so that a late
 //! message does not bring it back.
 
@@ -35,7 +35,7 @@ const COUNTER_MAX: u64 = 1 << 46;
 pub(super) struct SharedRegistry {
     keys: BTreeMap<String, RegistrySlot>,
     writer: u64,
-    /// The highest counter in any revision.
+    /// That of the last own write, at least.
     counter: u64,
     bytes: usize,
     looked: Instant,
@@ -113,18 +113,14 @@ impl SharedRegistry {
         if !holds {
             return Err(PlaneError::Conflict);
         }
+        let revision = self.next_revision(&key);
         let write = RegistryWrite {
             key,
-            revision: self.next_revision(),
+            revision,
             value: Some(value.to_vec()),
             lease_ms: lease.map(millis),
         };
-        match self.merge(now, write.clone()) {
-            Merged::Applied => Ok(write),
-            Merged::Known | Merged::Refused => {
-                Err(PlaneError::Unavailable("the registry is full".to_owned()))
-            }
-        }
+        applied(self.merge(now, write.clone()), write)
     }
 
     /// Applies an own deletion. Returns what to broadcast.
@@ -140,12 +136,11 @@ impl SharedRegistry {
         }
         let write = RegistryWrite {
             key: key.to_owned(),
-            revision: self.next_revision(),
+            revision: self.next_revision(key),
             value: None,
             lease_ms: Some(millis(GONE_KEPT)),
         };
-        self.merge(now, write.clone());
-        Ok(write)
+        applied(self.merge(now, write.clone()), write)
     }
 
     /// Applies a write that may come late, twice or in another order.
@@ -158,9 +153,13 @@ impl SharedRegistry {
         } = write;
         let counter = revision >> WRITER_BITS;
         let known = self.keys.get(&key);
-        let bytes = self.bytes + key.len() + value.as_ref().map_or(0, Vec::len);
-        let is_full = known.is_none() && self.keys.len() >= KEYS_MAX || bytes > BYTES_MAX;
-        if counter > COUNTER_MAX || value.is_some() && is_full {
+        let replaced = known.map_or(0, |known| known.bytes(&key));
+        let more = key.len() + value.as_ref().map_or(0, Vec::len);
+        let has_room = match known {
+            Some(_) => more <= replaced || self.bytes - replaced + more <= BYTES_MAX,
+            None => self.keys.len() < KEYS_MAX && self.bytes + more <= BYTES_MAX,
+        };
+        if counter > COUNTER_MAX || !has_room {
             return Merged::Refused;
         }
         if known.is_some_and(|known| !known.is_before(revision, value.as_deref())) {
@@ -181,7 +180,6 @@ impl SharedRegistry {
             value: Bytes::from(value.unwrap_or_default()),
             revision: Revision(revision),
         };
-        self.counter = self.counter.max(counter);
         self.insert(key, RegistrySlot { entry, life });
         Merged::Applied
     }
@@ -208,7 +206,7 @@ impl SharedRegistry {
         (writes, false)
     }
 
-    /// The digest of the keys without leases. LeaseClock are renewed within seconds, so that those that
+    /// The digest of the keys without leases. Leases are renewed within seconds, so that those that
     /// differ are not worth a comparison.
     pub(super) fn digest(&mut self) -> RegistryDigest {
         let keys = &self.keys;
@@ -299,17 +297,26 @@ impl SharedRegistry {
             SlotLife::Gone { forgotten } => Some(forgotten),
         };
         self.next_due = self.next_due.into_iter().chain(due).min();
-        self.digest = None;
         self.bytes += slot.bytes(&key);
-        if let Some(before) = self.keys.get(&key) {
+        let before = self.keys.get(&key);
+        if let Some(before) = before {
             self.bytes -= before.bytes(&key);
+        }
+        // Renewals of leases come all the time, and do not count.
+        let counts = |slot: &RegistrySlot| matches!(slot.life, SlotLife::Kept);
+        if counts(&slot) || before.is_some_and(counts) {
+            self.digest = None;
         }
         self.keys.insert(key, slot);
     }
 
-    fn next_revision(&mut self) -> u64 {
+    /// Above the key's, and above those of earlier lives of this plane. Other keys do not count: a
+    /// process can use up the revisions of the keys that it may write, and no others.
+    fn next_revision(&mut self, key: &str) -> u64 {
         self.counter += 1;
-        self.counter << WRITER_BITS | self.writer
+        let known = self.keys.get(key);
+        let above = known.map_or(0, |slot| (slot.entry.revision.0 >> WRITER_BITS) + 1);
+        self.counter.max(above) << WRITER_BITS | self.writer
     }
 
     fn present(&self, key: &str) -> Option<&RegistryEntry> {
@@ -360,6 +367,15 @@ impl RegistrySlot {
             revision: self.entry.revision.0,
             value,
             lease_ms,
+        }
+    }
+}
+
+fn applied(merged: Merged, write: RegistryWrite) -> Result<RegistryWrite, PlaneError> {
+    match merged {
+        Merged::Applied => Ok(write),
+        Merged::Known | Merged::Refused => {
+            Err(PlaneError::Unavailable("the registry is full".to_owned()))
         }
     }
 }

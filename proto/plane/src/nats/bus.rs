@@ -108,8 +108,9 @@ impl Bus for NatsBus {
         subject: String,
         payload: Bytes,
         deadline: Duration,
-    ) -> PlaneFuture<'_, Bytes> {
-        Box::pin(service::request(&self.core, subject, payload, deadline))
+    ) -> PlaneFuture<'_, Option<Bytes>> {
+        let asked = service::request_if_served(&self.core, subject, payload, deadline);
+        Box::pin(asked)
     }
 
     fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {

@@ -386,11 +386,15 @@ pub(super) struct PendingReply {
 
 impl PendingReply {
     pub(super) async fn answer(self) -> Result<Message, PlaneError> {
+        let answer = self.answer_if_served().await?;
+        answer.ok_or_else(|| unavailable("no server for this subject"))
+    }
+
+    /// `None` if the server knows no process that serves the subject.
+    pub(super) async fn answer_if_served(self) -> Result<Option<Message>, PlaneError> {
         let message = self.arrival().await?;
-        if message.status == Some(StatusCode::NO_RESPONDERS) {
-            return Err(unavailable("no server for this subject"));
-        }
-        Ok(message)
+        let is_served = message.status != Some(StatusCode::NO_RESPONDERS);
+        Ok(is_served.then_some(message))
     }
 
     /// What arrives for the request, also if it is the server's refusal.

@@ -28,14 +28,27 @@ pub(super) async fn request(
     payload: Bytes,
     deadline: Duration,
 ) -> Result<Bytes, PlaneError> {
+    let answer = request_if_served(core, subject, payload, deadline).await?;
+    answer.ok_or_else(|| unavailable("no server for this subject"))
+}
+
+/// `None` if the server knows no process that serves the subject.
+pub(super) async fn request_if_served(
+    core: &NatsCore,
+    subject: String,
+    payload: Bytes,
+    deadline: Duration,
+) -> Result<Option<Bytes>, PlaneError> {
     let awaited = core
         .ask(OutgoingMessage::new(subject, payload), deadline)
         .await?;
-    let answer = awaited.answer().await?;
+    let Some(answer) = awaited.answer_if_served().await? else {
+        return Ok(None);
+    };
     let error = answer.headers.as_ref().and_then(|h| h.get(ERROR_HEADER));
     match error {
         Some(error) => Err(parse_error(error.as_str())),
-        None => Ok(answer.payload),
+        None => Ok(Some(answer.payload)),
     }
 }
 

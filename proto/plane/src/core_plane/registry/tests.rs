@@ -146,3 +146,45 @@ async fn an_impossible_revision_is_refused() {
     assert_eq!(one.merge(now, write), Merged::Refused);
     assert_eq!(value(&mut one, now, "k"), Some(bytes("a")));
 }
+
+/// One message of a process that may write one key cannot stop the writes of others.
+#[tokio::test(start_paused = true)]
+async fn the_last_revision_of_a_key_ends_that_key_only() {
+    let now = Instant::now();
+    let [mut one, _] = two(now);
+    let last = RegistryWrite {
+        key: "hostile".to_owned(),
+        revision: COUNTER_MAX << WRITER_BITS,
+        value: Some(Vec::new()),
+        lease_ms: None,
+    };
+    assert_eq!(one.merge(now, last), Merged::Applied);
+    put(&mut one, now, "a", None);
+    put(&mut one, now, "b", Some(TTL));
+    let again = one.put(now, "hostile".to_owned(), bytes("c"), PutIf::Always, None);
+    assert!(matches!(again, Err(PlaneError::Unavailable(_))));
+    let revision = Revision(COUNTER_MAX << WRITER_BITS);
+    let deleted = one.delete(now, "hostile", revision);
+    assert!(matches!(deleted, Err(PlaneError::Unavailable(_))));
+}
+
+/// A full registry takes renewals, and no deletions of keys that it never had.
+#[tokio::test(start_paused = true)]
+async fn a_full_registry_keeps_what_it_has() {
+    let now = Instant::now();
+    let [mut one, mut two] = two(now);
+    let large = "x".repeat(BYTES_MAX - 10);
+    put(&mut one, now, &large, Some(TTL));
+    put(&mut one, now, &large, Some(TTL));
+    let other = two.put(
+        now,
+        "another key".to_owned(),
+        bytes("y"),
+        PutIf::Always,
+        None,
+    );
+    let mut other = other.unwrap();
+    assert_eq!(one.merge(now, other.clone()), Merged::Refused);
+    other.value = None;
+    assert_eq!(one.merge(now, other), Merged::Refused);
+}
