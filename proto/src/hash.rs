@@ -154,12 +154,13 @@ pub fn item_number(identifier: &str) -> u64 {
     number.unwrap_or_else(|| xxh3_64(identifier.as_bytes()))
 }
 
-/// The hash of an item in a block. `offset` is that of [`PlacedItem::offset_from`] the block's
-/// start.
+/// The hash of an item in a block, by its whole identifier: clients may choose it. `offset` is that
+/// of [`PlacedItem::offset_from`] the block's start.
 #[must_use]
 pub fn item_hash(identifier: &str, offset: i64) -> u64 {
     let mut bytes = [0; 2 * size_of::<u64>()];
-    bytes[..size_of::<u64>()].copy_from_slice(&item_number(identifier).to_le_bytes());
+    let content = xxh3_64_with_seed(identifier.as_bytes(), ITEM_SEED);
+    bytes[..size_of::<u64>()].copy_from_slice(&content.to_le_bytes());
     bytes[size_of::<u64>()..].copy_from_slice(&offset.to_le_bytes());
     xxh3_64_with_seed(&bytes, ITEM_SEED)
 }

@@ -40,9 +40,15 @@ fn an_item_is_hashed_with_its_content_and_place() {
         item_number("00000000000000ff"),
         xxh3_64(b"00000000000000ff")
     );
-    let (bytes, here) = ([0xff_u64, 3].map(u64::to_le_bytes), item_hash(&digest, 3));
+    let (content, here) = (
+        xxh3_64_with_seed(digest.as_bytes(), 3),
+        item_hash(&digest, 3),
+    );
+    let bytes = [content, 3].map(u64::to_le_bytes);
     assert_eq!(here, xxh3_64_with_seed(bytes.as_flattened(), 3));
-    assert_eq!(here, 0xda4b_ba97_c803_970c);
+    let other = "00000000000000ff".to_owned() + &"b".repeat(48);
+    assert_ne!(here, item_hash(&other, 3), "all digits count");
+    assert_eq!(here, 0x3112_b2c0_d98d_c155);
     assert_ne!(here, item_hash(&digest, -3));
     assert_ne!(here, item_hash("cat", 3));
 }

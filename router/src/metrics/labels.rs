@@ -174,12 +174,12 @@ label! {
     RenderFailure {
         /// No worker of the model is known to render prompts of the route.
         NotOffered = "render_not_offered",
-        /// As many renderings as allowed are in progress.
+        /// As many renderings as allowed are in progress, or the engine answers 429.
         Busy = "render_busy",
         /// All workers are paused after failures.
         Paused = "render_paused",
         Timeout = "render_timeout",
-        /// No connection, a broken answer, 429, or 5xx but 500.
+        /// No connection, a broken answer, no such route, or 5xx but 500.
         Failed = "render_failed",
         /// The engine refused the prompt, or could not fetch an image.
         Refused = "render_refused",
@@ -196,8 +196,10 @@ impl RenderFailure {
     /// Whether the same engine would probably fail again.
     pub(crate) const fn is_the_engines(self) -> bool {
         match self {
-            Self::Failed | Self::TooLarge => true,
-            Self::NotOffered
+            Self::Failed => true,
+            // An answer contains parts of the request.
+            Self::TooLarge
+            | Self::NotOffered
             | Self::Busy
             | Self::Paused
             // Probably a slow address in the request.

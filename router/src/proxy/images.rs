@@ -225,7 +225,7 @@ impl App {
         workers.retain(|(worker, _)| !images.mismatched.contains(worker));
         let place = self.engines.renders().begin(workers, Instant::now());
         let place = place.map_err(RenderFailure::label)?;
-        let memory = self.bodies.charge(body.len() + ANSWER_BYTES_MAX);
+        let memory = self.bodies.charge_spare(body.len() + ANSWER_BYTES_MAX);
         let memory = memory.ok_or(NO_MEMORY)?;
         let asked = self.ask_to_render(&place, images.route, headers, &body);
         let answer = timeout(RENDER_TIME_MAX, asked).await;
@@ -279,7 +279,11 @@ impl App {
         let response = sent.map_err(|_| RenderFailure::Failed)?;
         match response.status() {
             StatusCode::OK => {}
-            StatusCode::TOO_MANY_REQUESTS => return Err(RenderFailure::Failed),
+            // Possibly for this client's key only.
+            StatusCode::TOO_MANY_REQUESTS => return Err(RenderFailure::Busy),
+            StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED => {
+                return Err(RenderFailure::Failed);
+            }
             // vLLM's answer where it cannot fetch an image.
             StatusCode::INTERNAL_SERVER_ERROR => return Err(RenderFailure::Refused),
             status if status.is_client_error() => return Err(RenderFailure::Refused),
