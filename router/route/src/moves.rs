@@ -5,8 +5,7 @@
 //! the same source, and the later request waits for the prefill of the earlier one. The router of
 //! the later request receives the earlier choice a moment after its own. Then it decides again
 //! ([`Core::reconsider`](super::Core::reconsider)) and moves the request if another source is
-//! cheaper by more than a margin and what its engine has computed. A move costs the delay and that,
-//! instead of the prefill.
+//! cheaper by more than a margin. A move costs the delay instead of the prefill.
 //!
 //! **Order of choices** needs no common clock: a message that took `delay` was decided `delay`
 //! before its arrival. Only a choice that was made before the own one causes a second decision.
@@ -25,7 +24,6 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use warmroute_proto::RouterId;
 
-use super::slots::SlotKey;
 use super::source_table::SourceId;
 
 /// Above the delay between two sites of one region.
@@ -58,24 +56,11 @@ pub struct MoveTracker {
     pub(super) counts: MoveCounts,
 }
 
-/// A choice of another router.
 #[derive(Clone, Copy, Debug)]
-pub struct PeerChoice {
-    pub slot: SlotKey,
-    pub source: SourceId,
-    /// The prefill that its request needs.
-    pub prefill: Duration,
-}
-
-#[derive(Clone, Debug)]
 struct MovableRequest {
     source: SourceId,
     sent: Instant,
     until: Instant,
-    /// From sending to the begin of its prefill, as far as was known then.
-    wait: Duration,
-    /// Earlier choices of other routers, which are ahead of it.
-    crossed_by: Vec<PeerChoice>,
 }
 
 impl MoveTracker {
@@ -94,31 +79,22 @@ impl MoveTracker {
         self.crossed.clear();
     }
 
-    /// Registers a request of this router, whose prefill is expected to begin after `wait`. Returns
-    /// the deadline for moving it, or `None` if it cannot be moved.
-    pub fn sent(
-        &mut self,
-        slot: u64,
-        source: SourceId,
-        wait: Duration,
-        now: Instant,
-    ) -> Option<Instant> {
+    /// Registers a request of this router. Returns the deadline for moving it, or `None` if it
+    /// cannot be moved.
+    pub fn sent(&mut self, slot: u64, source: SourceId, now: Instant) -> Option<Instant> {
         let longest = *self.delays.values().max().filter(|_| !self.is_over)?;
         self.expire(now);
         if self.open.len() >= WATCHED_MAX {
             self.counts.unwatched += 1;
             return None;
         }
-        let until = now + MOVE_WINDOW_MAX.min(longest);
         let movable = MovableRequest {
             source,
             sent: now,
-            until,
-            wait,
-            crossed_by: Vec::new(),
+            until: now + MOVE_WINDOW_MAX.min(longest),
         };
         self.open.insert(slot, movable);
-        Some(until)
+        Some(movable.until)
     }
 
     /// Its answer began, or it ended or was moved: it stays.
@@ -132,20 +108,8 @@ impl MoveTracker {
         self.open.get(&slot).map(|movable| movable.source)
     }
 
-    /// How long a movable request's prefill has run.
-    #[must_use]
-    pub fn prefilled_for(&self, slot: u64, now: Instant) -> Duration {
-        self.open.get(&slot).map_or(Duration::ZERO, |movable| {
-            let crossed = movable.crossed_by.iter().map(|choice| choice.prefill);
-            let begun = movable.wait.saturating_add(crossed.sum());
-            now.saturating_duration_since(movable.sent)
-                .saturating_sub(begun)
-        })
-    }
-
     /// Registers a choice of another router. `own` is this router.
-    pub fn peer_chose(&mut self, own: RouterId, choice: PeerChoice, now: Instant) {
-        let (peer, source) = (choice.slot.router, choice.source);
+    pub fn peer_chose(&mut self, own: RouterId, peer: RouterId, source: SourceId, now: Instant) {
         let Some(&delay) = self.delays.get(&peer) else {
             return;
         };
@@ -154,21 +118,11 @@ impl MoveTracker {
             let since = now.saturating_duration_since(sent);
             since < delay || (since == delay && peer < own)
         };
-        for (&slot, movable) in &mut self.open {
-            if movable.source != source || !was_earlier(movable.sent) {
-                continue;
-            }
-            movable.crossed_by.push(choice);
-            if !self.crossed.contains(&slot) {
+        for (&slot, movable) in &self.open {
+            let crosses = movable.source == source && was_earlier(movable.sent);
+            if crosses && !self.crossed.contains(&slot) {
                 self.crossed.push(slot);
             }
-        }
-    }
-
-    /// A request of another router left its source before its first token, as one that moves does.
-    pub fn peer_left(&mut self, slot: SlotKey) {
-        for movable in self.open.values_mut() {
-            movable.crossed_by.retain(|choice| choice.slot != slot);
         }
     }
 

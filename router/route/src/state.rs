@@ -23,7 +23,7 @@ use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
-use super::moves::{MoveCounts, MoveTracker, PeerChoice};
+use super::moves::{MoveCounts, MoveTracker};
 use super::prefix_table::CacheReport;
 use super::prompt::{CacheReads, Prompt, PromptBasis};
 use super::replica_roster::IndexReply;
@@ -34,7 +34,6 @@ use super::source_table::{SourceId, SourceTable};
 use super::speed::{AcceptedPrefill, SourceSpeed, SpeedTracker};
 use super::stall::StallDetector;
 use super::traffic::Traffic;
-use super::ttft::duration;
 
 mod cache_reports;
 mod engines;
@@ -271,9 +270,7 @@ impl Core {
         let is_movable = self.knobs.policy.is_timed() || self.knobs.policy == Policy::Kv;
         if request.exclude.is_empty() && is_movable {
             let source = admitted.decision.claim.source;
-            let time = admitted.decision.chosen.time;
-            let wait = duration(time.queue + time.foreign);
-            admitted.movable_until = self.moves.sent(admitted.slot, source, wait, now);
+            admitted.movable_until = self.moves.sent(admitted.slot, source, now);
         }
         Ok(admitted)
     }
@@ -587,16 +584,6 @@ impl Core {
         })
     }
 
-    fn peer_chose(&mut self, slot: SlotKey, source: SourceId, tokens: u32, now: Instant) {
-        let secs = self.speed.prefill_secs(source, tokens.into());
-        let choice = PeerChoice {
-            slot,
-            source,
-            prefill: duration(secs),
-        };
-        self.moves.peer_chose(self.ledger.router(), choice, now);
-    }
-
     fn apply(&mut self, message: &LoadMessage, now: Instant) {
         let (router, own) = (message.router, self.ledger.router());
         for change in &message.changes {
@@ -623,13 +610,10 @@ impl Core {
                         .predictions
                         .sent(router, *counter, source, prompt);
                     if router != own {
-                        self.peer_chose(slot, source, *prefill_tokens, now);
+                        self.moves.peer_chose(own, router, source, now);
                     }
                 }
                 (Applied::Freed(source, _), LoadChange::Free { counter, end }) => {
-                    if router != own && *end == SlotEnd::Aborted {
-                        self.moves.peer_left(slot);
-                    }
                     let active_requests = self.concurrent(source, now).saturating_add(1);
                     self.speed.ended(slot, *end, active_requests, now);
                     self.end_prefill(source, now);

@@ -73,7 +73,7 @@ impl TtftModel {
     }
 }
 
-pub(crate) fn duration(secs: f64) -> Duration {
+fn duration(secs: f64) -> Duration {
     Duration::try_from_secs_f64(secs)
         .unwrap_or(LESSON_MAX)
         .min(LESSON_MAX)

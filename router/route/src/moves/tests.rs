@@ -8,9 +8,7 @@ use warmroute_proto::{BlockSize, DpRank, Generation, RouterId, Seed, Source, cod
 
 use super::*;
 use crate::testing::start;
-use crate::{
-    Admitted, Core, CoreConfig, Policy, Prompt, RouteRequest, SlotEvent, SlotKey, SourceTable,
-};
+use crate::{Admitted, Core, CoreConfig, Policy, Prompt, RouteRequest, SlotEvent};
 
 const DELAY: Duration = Duration::from_millis(5);
 
@@ -231,70 +229,28 @@ fn only_what_was_unseen_and_unanswered_is_crossed() {
     }
 }
 
-const WAIT: Duration = Duration::from_millis(30);
-
-fn choice(peer: usize, source: SourceId) -> PeerChoice {
-    PeerChoice {
-        slot: SlotKey {
-            router: id(peer),
-            counter: 9,
-        },
-        source,
-        prefill: ms(7),
-    }
-}
-
-/// What its engine has computed counts against a move.
-#[test]
-fn a_prefill_runs_after_those_ahead_of_it() {
-    let now = start();
-    let mut moves = MoveTracker::default();
-    let source = SourceTable::default().intern(&Source {
-        worker: "a".into(),
-        dp_rank: DpRank(0),
-    });
-    moves.set_delay(id(1), Some(ms(50)));
-    moves.sent(1, source, WAIT, now);
-    assert_eq!(moves.prefilled_for(1, now + WAIT), ms(0));
-    assert_eq!(moves.prefilled_for(1, now + ms(40)), ms(10));
-    moves.peer_chose(id(0), choice(1, source), now + ms(45));
-    assert_eq!(
-        moves.prefilled_for(1, now + ms(45)),
-        ms(8),
-        "one more is ahead"
-    );
-    moves.peer_left(choice(1, source).slot);
-    assert_eq!(moves.prefilled_for(1, now + ms(45)), ms(15), "and left");
-    // One that was sent later is behind it.
-    moves.peer_chose(id(0), choice(1, source), now + ms(50));
-    assert_eq!(moves.prefilled_for(1, now + ms(50)), ms(20));
-}
-
 #[test]
 fn what_is_watched_has_a_bound_and_an_end() {
     let now = start();
     let mut moves = MoveTracker::default();
-    let source = SourceTable::default().intern(&Source {
+    let source = crate::source_table::SourceTable::default().intern(&Source {
         worker: "a".into(),
         dp_rank: DpRank(0),
     });
     moves.set_delay(id(1), Some(ms(100)));
     for slot in 0..WATCHED_MAX as u64 {
-        assert_eq!(
-            moves.sent(slot, source, WAIT, now),
-            Some(now + MOVE_WINDOW_MAX)
-        );
+        assert_eq!(moves.sent(slot, source, now), Some(now + MOVE_WINDOW_MAX));
     }
-    assert_eq!(moves.sent(5000, source, WAIT, now), None);
+    assert_eq!(moves.sent(5000, source, now), None);
     assert_eq!(moves.counts.unwatched, 1);
     let later = now + MOVE_WINDOW_MAX + ms(1);
-    moves.peer_chose(id(0), choice(1, source), later);
+    moves.peer_chose(id(0), id(1), source, later);
     assert!(moves.take_crossed().is_empty());
-    assert!(moves.sent(5001, source, WAIT, later).is_some());
-    moves.peer_chose(id(0), choice(2, source), later);
+    assert!(moves.sent(5001, source, later).is_some());
+    moves.peer_chose(id(0), id(2), source, later);
     assert!(moves.take_crossed().is_empty(), "of an unknown distance");
-    moves.peer_chose(id(0), choice(1, source), later);
-    moves.peer_chose(id(0), choice(1, source), later);
+    moves.peer_chose(id(0), id(1), source, later);
+    moves.peer_chose(id(0), id(1), source, later);
     assert_eq!(moves.take_crossed(), [5001]);
 }
 

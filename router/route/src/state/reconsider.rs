@@ -46,10 +46,9 @@ impl Core {
             router: self.ledger.router(),
             counter: slot,
         };
-        let prefilled = self.moves.prefilled_for(slot, now).as_secs_f64();
         let decision = self.decide(request, answer, Some(key), now).ok();
         let better = decision.filter(|(decision, _)| {
-            let margin = self.move_margin(request, source, prefilled);
+            let margin = self.move_margin(request, source);
             // A source that is left out has a reason, which another request will find out.
             let stay = decision.compared.iter().find(|one| one.source == source);
             stay.is_some_and(|stay| stay.cost - decision.chosen.cost > margin)
@@ -66,14 +65,12 @@ impl Core {
         Ok(Some(moved))
     }
 
-    /// Cost that a move must save, of a request whose prefill has run for so many seconds.
-    fn move_margin(&self, request: &RouteRequest<'_>, source: SourceId, prefilled: f64) -> f64 {
-        let secs_each = self.speed.of(source).ttft.secs_each;
-        let margin = f64::from(self.knobs.move_margin_tokens);
+    /// Cost that a move must save.
+    fn move_margin(&self, request: &RouteRequest<'_>, source: SourceId) -> f64 {
+        let tokens = f64::from(self.knobs.move_margin_tokens);
         if self.knobs.policy.is_timed() {
-            return margin * secs_each + prefilled;
+            return tokens * self.speed.of(source).ttft.secs_each;
         }
-        let tokens = margin + prefilled / secs_each;
         let blocks = tokens / f64::from(request.prompt.block_tokens());
         self.knobs.overlap_score_weight * blocks
     }
