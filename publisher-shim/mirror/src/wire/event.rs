@@ -13,20 +13,17 @@ use super::{
     StoredBlocks,
 };
 
-/// An event that decoded.
+/// What an event is.
 pub(super) enum Decoded {
     Event(CacheEvent),
     /// A store in a group of a kind with this name.
     OfUnknownKind(CacheEvent, EngineName),
     /// It concerns memory that is not tracked.
     Untracked,
-}
-
-/// An event that does not decode, with its type.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Undecoded {
-    Stored(EngineName),
-    Other(EngineName),
+    /// A store with this type that does not decode.
+    UnknownStore(EngineName),
+    /// Another event with this type that does not decode.
+    Unknown(EngineName),
 }
 
 /// A field's raw value, decoded after all fields are found.
@@ -39,9 +36,10 @@ struct Fields<'a> {
     is_map: bool,
     /// Elements of the array encoding.
     len: usize,
-    hashes: Raw<'a>,
+    /// `None` also for one that does not decode, as for the tokens.
+    hashes: Option<Vec<EngineHash>>,
     parent: Raw<'a>,
-    tokens: Raw<'a>,
+    tokens: Option<TokenIds>,
     block_size: Raw<'a>,
     lora_id: Raw<'a>,
     lora_name: Raw<'a>,
@@ -55,25 +53,28 @@ struct Fields<'a> {
     lookahead: Raw<'a>,
 }
 
-/// Decodes the event whose bytes are exactly `raw`.
-pub(super) fn decode(raw: &[u8]) -> Result<Decoded, Undecoded> {
-    let other = |tag| Undecoded::Other(EngineName::new(tag));
-    let fields = Fields::read(raw).map_err(|_| other(""))?;
+/// Decodes one event and passes over it. An error is one of the payload: no later event is found.
+pub(super) fn decode(cursor: &mut Cursor<'_>) -> Result<Decoded, WireError> {
+    let mut fields_end = *cursor;
+    let Ok(mut fields) = Fields::read(&mut fields_end) else {
+        cursor.skip()?;
+        return Ok(Decoded::Unknown(EngineName::new("")));
+    };
+    *cursor = fields_end;
     let tag = fields.tag;
-    match tag {
-        "BlockStored" => {
-            let stored = fields.stored();
-            stored.map_err(|_| Undecoded::Stored(EngineName::new(tag)))
-        }
-        "BlockRemoved" => fields.removed().map_err(|_| other(tag)),
-        "AllBlocksCleared" => Ok(Decoded::Event(CacheEvent::Cleared)),
-        _ => Err(other(tag)),
-    }
+    let unknown = || Decoded::Unknown(EngineName::new(tag));
+    Ok(match tag {
+        "BlockStored" => fields
+            .stored()
+            .unwrap_or_else(|_| Decoded::UnknownStore(EngineName::new(tag))),
+        "BlockRemoved" => fields.removed().unwrap_or_else(|_| unknown()),
+        "AllBlocksCleared" => Decoded::Event(CacheEvent::Cleared),
+        _ => unknown(),
+    })
 }
 
 impl<'a> Fields<'a> {
-    fn read(raw: &'a [u8]) -> Result<Self, WireError> {
-        let cursor = Cursor::new(raw);
+    fn read(cursor: &mut Cursor<'a>) -> Result<Self, WireError> {
         match cursor.kind()? {
             ValueKind::Map => Self::from_map(cursor),
             ValueKind::Array => Self::from_array(cursor),
@@ -86,7 +87,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn from_map(mut cursor: Cursor<'a>) -> Result<Self, WireError> {
+    fn from_map(cursor: &mut Cursor<'a>) -> Result<Self, WireError> {
         let mut fields = Self {
             is_map: true,
             ..Self::default()
@@ -98,33 +99,35 @@ impl<'a> Fields<'a> {
                 continue;
             }
             let key = cursor.str()?;
-            if key == "type" {
-                fields.tag = cursor.str()?;
-                continue;
-            }
-            let value = Some(cursor.skip()?);
             match key {
-                "block_hashes" => fields.hashes = value,
-                "parent_block_hash" => fields.parent = value,
-                "token_ids" => fields.tokens = value,
-                "block_size" => fields.block_size = value,
-                "lora_id" => fields.lora_id = value,
-                "lora_name" => fields.lora_name = value,
-                "medium" => fields.medium = value,
-                "extra_keys" => fields.extra_keys = value,
-                "cache_salt" => fields.cache_salt = value,
-                "group_idx" => fields.group = value,
-                "kv_cache_spec_kind" => fields.kind = value,
-                "kv_cache_spec_sliding_window" => fields.window = value,
-                "locality" => fields.locality = value,
-                "lookahead_token_ids" => fields.lookahead = value,
-                _ => {}
+                "type" => fields.tag = cursor.str()?,
+                "block_hashes" => fields.hashes = decoded(cursor, hashes)?,
+                "token_ids" => fields.tokens = decoded(cursor, tokens)?,
+                _ => fields.set(key, Some(cursor.skip()?)),
             }
         }
         Ok(fields)
     }
 
-    fn from_array(mut cursor: Cursor<'a>) -> Result<Self, WireError> {
+    fn set(&mut self, key: &str, value: Raw<'a>) {
+        match key {
+            "parent_block_hash" => self.parent = value,
+            "block_size" => self.block_size = value,
+            "lora_id" => self.lora_id = value,
+            "lora_name" => self.lora_name = value,
+            "medium" => self.medium = value,
+            "extra_keys" => self.extra_keys = value,
+            "cache_salt" => self.cache_salt = value,
+            "group_idx" => self.group = value,
+            "kv_cache_spec_kind" => self.kind = value,
+            "kv_cache_spec_sliding_window" => self.window = value,
+            "locality" => self.locality = value,
+            "lookahead_token_ids" => self.lookahead = value,
+            _ => {}
+        }
+    }
+
+    fn from_array(cursor: &mut Cursor<'a>) -> Result<Self, WireError> {
         let len = cursor.array()?;
         let mut fields = Self {
             len,
@@ -136,14 +139,23 @@ impl<'a> Fields<'a> {
         fields.tag = cursor.str()?;
         let is_removal = fields.tag == "BlockRemoved";
         for index in 1..len {
+            match (index, is_removal) {
+                (1, _) => {
+                    fields.hashes = decoded(cursor, hashes)?;
+                    continue;
+                }
+                (3, false) => {
+                    fields.tokens = decoded(cursor, tokens)?;
+                    continue;
+                }
+                _ => {}
+            }
             let is_map = cursor.kind()? == ValueKind::Map;
             let value = Some(cursor.skip()?);
             match (index, is_removal) {
-                (1, _) => fields.hashes = value,
                 (2, true) => fields.medium = value,
                 (3, true) => fields.group = value,
                 (2, false) => fields.parent = value,
-                (3, false) => fields.tokens = value,
                 (4, false) => fields.block_size = value,
                 (5, false) => fields.lora_id = value,
                 (6, false) => fields.medium = value,
@@ -160,11 +172,11 @@ impl<'a> Fields<'a> {
         Ok(fields)
     }
 
-    fn stored(&self) -> Result<Decoded, WireError> {
+    fn stored(&mut self) -> Result<Decoded, WireError> {
         let Some(medium) = self.medium()? else {
             return Ok(Decoded::Untracked);
         };
-        let hashes = hashes(self.hashes)?;
+        let hashes = self.hashes.take().ok_or(WireError::Missing)?;
         let parent = match self.parent {
             Some(raw) => optional(raw, engine_hash)?,
             None => None,
@@ -183,7 +195,7 @@ impl<'a> Fields<'a> {
         if let Some(raw) = self.lookahead {
             keys::add_lookahead(&mut keys, raw, hashes.len())?;
         }
-        let tokens = tokens(self.tokens)?;
+        let tokens = self.tokens.take().ok_or(WireError::Missing)?;
         let salt = text(self.cache_salt)?.map(str::to_owned).or(keys.salt);
         let group = self.group()?;
         let event = CacheEvent::Stored(Box::new(StoredBlocks {
@@ -232,12 +244,12 @@ impl<'a> Fields<'a> {
         })
     }
 
-    fn removed(&self) -> Result<Decoded, WireError> {
+    fn removed(&mut self) -> Result<Decoded, WireError> {
         let Some(medium) = self.medium()? else {
             return Ok(Decoded::Untracked);
         };
         Ok(Decoded::Event(CacheEvent::Removed(RemovedBlocks {
-            hashes: hashes(self.hashes)?,
+            hashes: self.hashes.take().ok_or(WireError::Missing)?,
             medium,
             group: self.group()?.index,
         })))
@@ -324,12 +336,25 @@ fn text(raw: Raw<'_>) -> Result<Option<&str>, WireError> {
     }
 }
 
-fn hashes(raw: Raw<'_>) -> Result<Vec<EngineHash>, WireError> {
-    let mut cursor = Cursor::new(raw.ok_or(WireError::Missing)?);
+/// A value, or `None` for one that does not decode, which is passed over.
+fn decoded<'a, T>(
+    cursor: &mut Cursor<'a>,
+    read: impl FnOnce(&mut Cursor<'a>) -> Result<T, WireError>,
+) -> Result<Option<T>, WireError> {
+    let mut value_end = *cursor;
+    if let Ok(value) = read(&mut value_end) {
+        *cursor = value_end;
+        return Ok(Some(value));
+    }
+    cursor.skip()?;
+    Ok(None)
+}
+
+fn hashes(cursor: &mut Cursor<'_>) -> Result<Vec<EngineHash>, WireError> {
     let len = cursor.array()?;
     let mut hashes = Vec::with_capacity(len);
     for _ in 0..len {
-        hashes.push(engine_hash(&mut cursor)?);
+        hashes.push(engine_hash(cursor)?);
     }
     Ok(hashes)
 }
@@ -363,8 +388,7 @@ struct TokenIds {
 }
 
 /// Token ids, or pairs of them (speculative decoding with EAGLE), which no router hashes.
-fn tokens(raw: Raw<'_>) -> Result<TokenIds, WireError> {
-    let mut cursor = Cursor::new(raw.ok_or(WireError::Missing)?);
+fn tokens(cursor: &mut Cursor<'_>) -> Result<TokenIds, WireError> {
     let len = cursor.array()?;
     let mut tokens = TokenIds {
         values: Vec::with_capacity(len),
@@ -378,9 +402,9 @@ fn tokens(raw: Raw<'_>) -> Result<TokenIds, WireError> {
             if cursor.array()? != 2 {
                 return Err(WireError::Type);
             }
-            tokens.push(&mut cursor)?;
+            tokens.push(cursor)?;
         }
-        tokens.push(&mut cursor)?;
+        tokens.push(cursor)?;
     }
     Ok(tokens)
 }

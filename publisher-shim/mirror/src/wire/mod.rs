@@ -21,7 +21,7 @@ use std::num::NonZeroU32;
 
 use warmroute_proto::Tier;
 
-use event::{Decoded, Undecoded};
+use event::Decoded;
 use msgpack::Cursor;
 
 /// Bound of a payload. A batch of 128 k-token prompts on every slot of a large engine is far below.
@@ -183,18 +183,18 @@ impl Batch {
             ..Self::default()
         };
         for _ in 0..cursor.array()? {
-            match event::decode(cursor.skip()?) {
-                Ok(Decoded::Event(event)) => batch.events.push(event),
-                Ok(Decoded::Untracked) => batch.skipped.untracked += 1,
-                Ok(Decoded::OfUnknownKind(event, kind)) => {
+            match event::decode(&mut cursor)? {
+                Decoded::Event(event) => batch.events.push(event),
+                Decoded::Untracked => batch.skipped.untracked += 1,
+                Decoded::OfUnknownKind(event, kind) => {
                     batch.events.push(event);
                     unknown::note(&mut batch.not_understood, NotUnderstood::GroupKind(kind));
                 }
-                Err(Undecoded::Stored(name)) => {
+                Decoded::UnknownStore(name) => {
                     batch.skipped.stores += 1;
                     unknown::note(&mut batch.not_understood, NotUnderstood::Event(name));
                 }
-                Err(Undecoded::Other(name)) => {
+                Decoded::Unknown(name) => {
                     batch.skipped.others += 1;
                     unknown::note(&mut batch.not_understood, NotUnderstood::Event(name));
                 }

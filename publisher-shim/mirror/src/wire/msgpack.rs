@@ -64,6 +64,24 @@ pub(super) struct Cursor<'a> {
     rest: Bytes<'a>,
 }
 
+/// The bytes of a number, nil or boolean with this first byte; 0 for other values.
+const SCALAR_BYTES: [u8; 256] = {
+    let mut bytes = [0; 256];
+    let mut head = 0;
+    while head < bytes.len() {
+        bytes[head] = match head {
+            0x00..=0x7f | 0xc0 | 0xc2 | 0xc3 | 0xe0.. => 1,
+            0xcc | 0xd0 => 2,
+            0xcd | 0xd1 => 3,
+            0xca | 0xce | 0xd2 => 5,
+            0xcb | 0xcf | 0xd3 => 9,
+            _ => 0,
+        };
+        head += 1;
+    }
+    bytes
+};
+
 impl<'a> Cursor<'a> {
     pub(super) const fn new(bytes: &'a [u8]) -> Self {
         Self {
@@ -113,6 +131,19 @@ impl<'a> Cursor<'a> {
 
     /// An integer of either sign, by its 64-bit pattern.
     pub(super) fn int_bits(&mut self) -> Result<u64, WireError> {
+        // The forms of token ids and hashes, which are most of a payload.
+        let (bits, bytes) = match *self.rest.remaining_slice() {
+            [head @ 0..=0x7f, ..] => (head.into(), 1),
+            [0xcd, a, b, ..] => (u16::from_be_bytes([a, b]).into(), 3),
+            [0xce, a, b, c, d, ..] => (u32::from_be_bytes([a, b, c, d]).into(), 5),
+            [0xcf, a, b, c, d, e, f, g, h, ..] => (u64::from_be_bytes([a, b, c, d, e, f, g, h]), 9),
+            _ => return self.other_int_bits(),
+        };
+        self.take(bytes)?;
+        Ok(bits)
+    }
+
+    fn other_int_bits(&mut self) -> Result<u64, WireError> {
         let int: i128 = decode::read_int(&mut self.rest)?;
         #[expect(
             clippy::cast_possible_truncation,
@@ -152,10 +183,28 @@ impl<'a> Cursor<'a> {
         let start = self.rest.remaining_slice();
         let mut left: u64 = 1;
         while left > 0 {
-            left = (left - 1).saturating_add(self.skip_head()?);
+            left -= self.skip_scalars(left)?;
+            if left > 0 {
+                left = (left - 1).saturating_add(self.skip_head()?);
+            }
         }
         let used = start.len() - self.rest.remaining_slice().len();
         Ok(&start[..used])
+    }
+
+    /// Passes over at most `max` numbers, nils and booleans, and returns their number.
+    fn skip_scalars(&mut self, max: u64) -> Result<u64, WireError> {
+        let rest = self.rest.remaining_slice();
+        let (mut bytes, mut values) = (0, 0);
+        while values < max
+            && let Some(&head) = rest.get(bytes)
+            && let len @ 1.. = SCALAR_BYTES[usize::from(head)]
+        {
+            bytes += usize::from(len);
+            values += 1;
+        }
+        self.take(bytes as u64)?;
+        Ok(values)
     }
 
     /// Passes over a value without its children, and returns their number.

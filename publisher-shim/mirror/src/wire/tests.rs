@@ -515,3 +515,43 @@ proptest! {
         decode_anything(&bytes);
     }
 }
+
+/// Integers at the borders of each width, in the shortest form and in the widest.
+#[test]
+fn integers_of_every_width_are_read_and_passed_over() {
+    let mut forms: Vec<(u64, Vec<u8>)> = Vec::new();
+    for bits in [
+        0,
+        127,
+        128,
+        255,
+        256,
+        65_535,
+        65_536,
+        4_294_967_295,
+        4_294_967_296,
+        u64::MAX,
+    ] {
+        let (mut short, mut wide) = (Vec::new(), Vec::new());
+        rmp::encode::write_uint(&mut short, bits).unwrap();
+        rmp::encode::write_u64(&mut wide, bits).unwrap();
+        forms.extend([(bits, short), (bits, wide)]);
+    }
+    for int in [-1, -32, -33, -128, -129, -32_769, -2_147_483_649, i64::MIN] {
+        let mut bytes = Vec::new();
+        rmp::encode::write_sint(&mut bytes, int).unwrap();
+        forms.push((int.cast_unsigned(), bytes));
+    }
+    for (bits, bytes) in forms {
+        assert_eq!(Cursor::new(&bytes).int_bits(), Ok(bits));
+        for cut in 0..bytes.len() {
+            let cursor = Cursor::new(&bytes[..cut]);
+            assert_eq!({ cursor }.int_bits(), Err(WireError::Truncated));
+            assert_eq!({ cursor }.skip(), Err(WireError::Truncated));
+        }
+        let pair = [&[0x92][..], &bytes, &bytes, &[0xc0]].concat();
+        let mut cursor = Cursor::new(&pair);
+        assert_eq!(cursor.skip(), Ok(&pair[..pair.len() - 1]));
+        assert_eq!(cursor.nil(), Ok(true));
+    }
+}
