@@ -27,10 +27,12 @@ TRACES = {
     "agent": ("agent_a.jsonl", 4202, 128),
 }
 BASE = "time"
+CARD = "kv, weight 1"
+WEIGHTS = {f"kv, weight {weight}": ["--policy=kv", f"--overlap-score-weight={weight}"] for weight in (1, 2, 4, 8, 16)}
 POLICIES = {
     "time": ["--policy=time"],
-    "kv, weight 1": ["--policy=kv"],
-    "kv, weight 8": ["--policy=kv", "--overlap-score-weight=8"],
+    "kv, weight 1": WEIGHTS["kv, weight 1"],
+    "kv, weight 8": WEIGHTS["kv, weight 8"],
     "approx": ["--policy=approx"],
     "prefix-hash": ["--policy=prefix-hash"],
     "session": ["--policy=session"],
@@ -41,29 +43,36 @@ POLICIES = {
 }
 # Without sessions it is least-load.
 SESSION_TRACES = ["agent"]
-# Workers, profile, loads.
-FLEETS = [(8, "gpu-8b", [0.8, 0.5, 0.95]), (8, "gpu-70b", [0.8]), (4, "gpu-8b", [0.8]), (16, "gpu-8b", [0.8])]
-ROUTERS = {"4 routers, 1 ms": ["--routers=4", "--sync-ms=1"], "4 routers, 5 ms": ["--routers=4", "--sync-ms=5"]}
-METRICS = {"ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99 TTFT", "e2e_mean_ms": "mean time to the end"}
-# Capacities by fleet and trace, measured by `simulate` and rounded; others are measured.
-CAPACITIES = {
-    "8 × gpu-8b": {"conversation": 11.8, "synthetic": 8.498410671572529, "tools": 59.9, "agent": 34.9},
-    "16 × gpu-8b": {"conversation": 26.0, "tools": 129.0, "agent": 72.8},
+LOADS = [0.8, 0.5, 0.95]
+# Workers and profile. All policies run on the first fleet; `time` and the weights of `kv` on all.
+FLEETS = ["8 × gpu-8b", "4 × gpu-8b", "16 × gpu-8b", "8 × gpu-70b", "4 × gpu-70b", "16 × gpu-70b"]
+ROUTERS = {f"4 routers, {delay} ms": ["--routers=4", f"--sync-ms={delay}"] for delay in (1, 5, 50)}
+FLAGS = {
+    **POLICIES,
+    **WEIGHTS,
+    **{name: [*POLICIES[BASE], *flags] for name, flags in ROUTERS.items()},
 }
+METRICS = {"ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99 TTFT", "e2e_mean_ms": "mean time to the end"}
 # Fewer seeds give no interval.
 SEEDS_MIN = 3
 # Two-sided 95 % quantiles of Student's t by degrees of freedom.
 STUDENT = [math.nan, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
+def names(fleet, trace, load):
+    """The candidates of a fleet."""
+    others = [BASE, *WEIGHTS]
+    if fleet == FLEETS[0]:
+        others += [name for name in POLICIES if name not in others]
+        others += ROUTERS if load == LOADS[0] else []
+    return [name for name in others if name != "session" or trace in SESSION_TRACES]
+
+
 def cells(seeds):
-    """All runs, as (fleet, trace, load, seed, candidate), the most telling first."""
-    places = [(workers, profile, load) for workers, profile, loads in FLEETS for load in loads]
-    for (workers, profile, load), seed, trace in itertools.product(places, range(1, seeds + 1), TRACES):
-        is_first = (workers, profile, load) == places[0]
-        names = [name for name in POLICIES if name != "session" or trace in SESSION_TRACES]
-        for name in [*names, *(ROUTERS if is_first else [])]:
-            yield (f"{workers} × {profile}", trace, load, seed, name)
+    """All runs, as (fleet, trace, load, seed, candidate)."""
+    for seed, fleet, load, trace in itertools.product(range(1, seeds + 1), FLEETS, LOADS, TRACES):
+        for name in names(fleet, trace, load):
+            yield fleet, trace, load, seed, name
 
 
 class Sweep:
@@ -78,16 +87,12 @@ class Sweep:
         for cell in cells(self.options.seeds):
             if cell not in self.found:
                 fleet, trace, load, seed, name = cell
-                flags = POLICIES.get(name) or [*POLICIES[BASE], *ROUTERS[name]]
                 rate = self.capacity(fleet, trace)
                 _, count, _ = TRACES[trace]
-                flags = [*flags, f"--load={load}", f"--seed={seed}", f"--capacity={rate}", f"--requests={count}"]
+                flags = [*FLAGS[name], f"--load={load}", f"--seed={seed}", f"--capacity={rate}", f"--requests={count}"]
                 self.keep(cell, self.simulate(fleet, trace, flags))
 
     def capacity(self, fleet, trace):
-        known = CAPACITIES.get(fleet, {}).get(trace)
-        if known:
-            return known
         cell = (fleet, trace, "capacity")
         if cell not in self.found:
             self.keep(cell, self.simulate(fleet, trace, ["--requests=1"]))
@@ -130,21 +135,8 @@ class Sweep:
         return statistics.mean(self.found[(*place, seed, name)][metric] for seed in self.seeds(name, *place))
 
 
-def places(sweep):
-    found = ((f"{w} × {p}", t, load) for w, p, loads in FLEETS for t in TRACES for load in sorted(loads))
-    return [place for place in found if sweep.seeds(BASE, *place)]
-
-
-def compared(sweep):
-    """Places of the first fleet, at the loads that have two seeds of all candidates."""
-    fleet = "{} × {}".format(*FLEETS[0])
-    of = lambda load: [cell for cell in cells(2) if cell[0] == fleet and cell[2] == load]
-    loads = [load for load in sorted(FLEETS[0][2]) if all(cell in sweep.found for cell in of(load))]
-    return [(fleet, trace, load) for trace in TRACES for load in loads]
-
-
-def loads_of(places):
-    return " and ".join(f"{load:.0%}" for load in sorted({load for _, _, load in places}))
+def places(fleets):
+    return [(fleet, trace, load) for fleet in fleets for trace in TRACES for load in sorted(LOADS)]
 
 
 def shown(ratio):
@@ -153,24 +145,16 @@ def shown(ratio):
     return f"{ratio[0]:.2f} ± {ratio[0] * (ratio[1] - 1):.2f}"
 
 
-def table(sweep):
-    others = [name for name in POLICIES if name != BASE]
-    rows = [["fleet", "trace", "load", f"{BASE}: TTFT", "hits", *others], ["---"] * (5 + len(others))]
-    for place in places(sweep):
-        fleet, trace, load = place
-        ttft, hits = sweep.mean(BASE, "ttft_mean_ms", place), sweep.mean(BASE, "hit_rate", place)
-        ratios = [shown(sweep.ratio(name, "ttft_mean_ms", [place])) for name in others]
-        rows.append([fleet, trace, f"{load:.0%}", f"{ttft:.0f} ms", f"{hits:.0%}", *ratios])
-    return rows
+def heads(*names):
+    return [list(names), ["---"] * len(names)]
 
 
 def summary(sweep):
     """Geometric means over the loads of the first fleet."""
-    first = compared(sweep)
-    heads = [f"policy, {loads_of(first)} load", *TRACES, *METRICS.values()]
-    rows = [heads, ["---"] * len(heads)]
+    first = places(FLEETS[:1])
     of = lambda trace: [place for place in first if place[1] == trace]
-    rows.append([BASE, *(["1"] * (len(heads) - 1))])
+    rows = heads("policy", *TRACES, *METRICS.values())
+    rows.append([BASE, *(["1"] * (len(rows[0]) - 1))])
     for name in [name for name in POLICIES if name != BASE]:
         traces = [trace for trace in TRACES if name != "session" or trace in SESSION_TRACES]
         ratios = [shown(sweep.ratio(name, "ttft_mean_ms", of(t))) if t in traces else "–" for t in TRACES]
@@ -179,14 +163,53 @@ def summary(sweep):
     return rows
 
 
+def weights(sweep):
+    """Geometric means over all fleets and loads."""
+    rows = heads("policy", *TRACES, *METRICS.values())
+    of = lambda trace: [place for place in places(FLEETS) if place[1] == trace]
+    for name in WEIGHTS:
+        ratios = [shown(sweep.ratio(name, "ttft_mean_ms", of(trace))) for trace in TRACES]
+        rows.append([name, *ratios, *(shown(sweep.ratio(name, metric, places(FLEETS))) for metric in METRICS)])
+    return rows
+
+
+def fleets(sweep):
+    """Weight 1 by fleet and load."""
+    rows = heads("fleet", "load", *TRACES, *METRICS.values())
+    for fleet, load in itertools.product(FLEETS, sorted(LOADS)):
+        here = [(fleet, trace, load) for trace in TRACES]
+        ratios = [shown(sweep.ratio(CARD, "ttft_mean_ms", [place])) for place in here]
+        whole = [shown(sweep.ratio(CARD, metric, here)) for metric in METRICS]
+        rows.append([fleet, f"{load:.0%}", *ratios, *whole])
+    return rows
+
+
+def cells_of_first(sweep):
+    others = [name for name in POLICIES if name != BASE]
+    rows = heads("trace", "load", f"{BASE}: TTFT", "hits", *others)
+    for place in places(FLEETS[:1]):
+        _, trace, load = place
+        ttft, hits = sweep.mean(BASE, "ttft_mean_ms", place), sweep.mean(BASE, "hit_rate", place)
+        ratios = [shown(sweep.ratio(name, "ttft_mean_ms", [place])) for name in others]
+        rows.append([trace, f"{load:.0%}", f"{ttft:.0f} ms", f"{hits:.0%}", *ratios])
+    return rows
+
+
 def routers(sweep):
-    rows = [["trace", *(f"{name}: {what}" for name in ROUTERS for what in ("mean TTFT", "p99 TTFT"))]]
-    rows.append(["---"] * len(rows[0]))
+    rows = heads("trace", *(f"{name}: {what}" for name in ROUTERS for what in ("mean TTFT", "p99 TTFT")))
     for trace in TRACES:
-        place = ("{} × {}".format(*FLEETS[0]), trace, 0.8)
+        place = (FLEETS[0], trace, LOADS[0])
         ratios = [sweep.ratio(name, metric, [place]) for name in ROUTERS for metric in ("ttft_mean_ms", "ttft_p99_ms")]
         rows.append([trace, *map(shown, ratios)])
     return rows
+
+
+def print_worse(sweep):
+    """The places at which weight 1 is better with 95 % confidence."""
+    for metric, place in itertools.product(METRICS, places(FLEETS)):
+        ratio = sweep.ratio(CARD, metric, [place])
+        if ratio is not None and ratio[0] * ratio[1] < 1:
+            print(METRICS[metric], *place, f"{BASE} over weight 1: {1 / ratio[0]:.2f}, {1 / ratio[0] / ratio[1]:.2f} at least")
 
 
 def plot(sweep):
@@ -194,11 +217,11 @@ def plot(sweep):
     width, row, left, top = 900, 14, 100, 40
     panel = (width - left) / len(TRACES)
     reach = math.log(90)
-    first = compared(sweep)
+    first = places(FLEETS[:1])
     height = top + row * len(POLICIES) + 28
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">']
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    parts.append(f'<text x="{left}" y="14">Mean time to first token over that of {BASE}; {FLEETS[0][0]} workers, {loads_of(first)} load</text>')
+    parts.append(f'<text x="{left}" y="14">Mean time to first token over that of {BASE}; {FLEETS[0]}, loads of 50 to 95%</text>')
     for at, name in enumerate(POLICIES):
         parts.append(f'<text x="{left - 6}" y="{top + row * at + 10}" text-anchor="end">{name}</text>')
     for number, trace in enumerate(TRACES):
@@ -235,17 +258,18 @@ def main():
     parser.add_argument("--traces", type=pathlib.Path, required=True)
     parser.add_argument("--binary", default=str(ROOT / "target/release/warmroute-router"))
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "target/quality.jsonl")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--write-only", action="store_true", help="write the tables of what was run")
     options = parser.parse_args()
     sweep = Sweep(options)
     if not options.write_only:
         sweep.run()
     page = PAGE.read_text()
-    for name, rows in {"summary": summary(sweep), "cells": table(sweep), "routers": routers(sweep)}.items():
-        page = write_between(page, name, rows)
+    for table in (summary, weights, fleets, cells_of_first, routers):
+        page = write_between(page, table.__name__, table(sweep))
     PAGE.write_text(page)
     (HERE / "policies.svg").write_text(plot(sweep))
+    print_worse(sweep)
 
 
 if __name__ == "__main__":
