@@ -100,19 +100,25 @@ impl CharClasses {
     #[inline]
     pub(super) fn at(&self, text: &[u8], at: usize) -> Option<(u8, usize)> {
         let byte = *text.get(at)?;
-        if let Some(class) = self.ascii.get(usize::from(byte)) {
-            return Some((*class, 1));
+        match self.ascii.get(usize::from(byte)) {
+            Some(class) => Some((*class, 1)),
+            None => Some(self.at_lead(text, at, byte)),
         }
+    }
+
+    /// The class and length of a character of several bytes.
+    #[inline(never)]
+    fn at_lead(&self, text: &[u8], at: usize, lead: u8) -> (u8, usize) {
         let tail = |i: usize| u32::from(text.get(at + i).copied().unwrap_or(0) & 0x3f);
-        let lead = u32::from(byte);
-        Some(match byte {
-            0..0xe0 => (self.of((lead & 0x1f) << 6 | tail(1)), 2),
-            0xe0..0xf0 => (self.of((lead & 0xf) << 12 | tail(1) << 6 | tail(2)), 3),
+        let bits = u32::from(lead);
+        match lead {
+            0..0xe0 => (self.of((bits & 0x1f) << 6 | tail(1)), 2),
+            0xe0..0xf0 => (self.of((bits & 0xf) << 12 | tail(1) << 6 | tail(2)), 3),
             _ => {
-                let code = (lead & 7) << 18 | tail(1) << 12 | tail(2) << 6 | tail(3);
+                let code = (bits & 7) << 18 | tail(1) << 12 | tail(2) << 6 | tail(3);
                 (self.of(code), 4)
             }
-        })
+        }
     }
 
     /// The class of the character that ends at `end`.

@@ -9,6 +9,7 @@ mod char_classes;
 mod merge;
 mod pattern;
 mod split;
+mod word_cache;
 
 use std::collections::HashMap;
 
@@ -19,6 +20,7 @@ use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization as _, 
 use super::TextEncodeError;
 use merge::{MergeScratch, MergeTable, pair_of};
 use split::{PatternSplitter, WordSpan};
+use word_cache::WordCache;
 
 /// Longest word that is merged: 64 KiB take about ten milliseconds.
 pub(super) const WORD_BYTES_MAX: usize = 64 << 10;
@@ -38,6 +40,7 @@ pub(super) struct BpeEncoder {
     token_bytes_max: usize,
     merges: MergeTable,
     symbols: SymbolTable,
+    recent_words: WordCache,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,6 +144,7 @@ impl BpeEncoder {
             token_bytes_max: 0,
             merges,
             symbols,
+            recent_words: WordCache::default(),
         };
         let whole = get("ignore_merges").is_some_and(|ignore| ignore == true);
         if whole && matches!(encoder.words, WordRule::Blanks { .. }) {
@@ -189,8 +193,13 @@ impl BpeEncoder {
     pub(super) fn normalized(&self, piece: &str) -> Option<String> {
         // All characters below U+0300 are stable; those from there on begin with such a byte.
         const FIRST_UNSTABLE: u8 = 0xcc;
+        // A part's maximum takes a few vector instructions.
+        let max = |part: &[u8]| part.iter().fold(0, |max, &byte| byte.max(max));
         let may_change = self.normalizer == TextNormalizer::Nfc
-            && piece.bytes().any(|byte| byte >= FIRST_UNSTABLE)
+            && piece
+                .as_bytes()
+                .chunks(256)
+                .any(|part| max(part) >= FIRST_UNSTABLE)
             && is_nfc_quick(piece.chars()) != IsNormalized::Yes;
         may_change.then(|| piece.nfc().map(|(c, _)| c).collect())
     }
@@ -268,12 +277,21 @@ impl BpeEncoder {
                 text
             }
         };
+        let mut recent = self.recent_words.lock();
         for (start, end) in words.iter() {
             let word = &text.as_bytes()[*start as usize..*end as usize];
+            if let Some(known) = recent.as_ref().and_then(|table| table.get(word)) {
+                ids.extend_from_slice(known);
+                continue;
+            }
+            let first = ids.len();
             match self.tokens.get(word) {
                 Some(id) => ids.push(*id),
                 None if word.len() > WORD_BYTES_MAX => return Err(TextEncodeError::LongWord),
                 None => self.merge(word, ids, merging),
+            }
+            if let Some(table) = &mut recent {
+                table.put(word, &ids[first..]);
             }
         }
         Ok(encoded)

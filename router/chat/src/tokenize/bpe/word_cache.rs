@@ -1,0 +1,126 @@
+//! The tokens of short words that were encoded lately: most words of a text occur again, in it or in
+//! the next one. Whole words are compared, so that a word never gets another one's tokens.
+
+use std::hash::{Hash as _, Hasher as _};
+use std::sync::{Mutex, MutexGuard};
+
+use rustc_hash::FxHasher;
+
+/// Words of a table: 192 KiB, as much as a core's own cache holds.
+const SLOTS: usize = 4096;
+/// Texts that are encoded at a time with a table.
+const TABLES: usize = 4;
+const WORD_BYTES_MAX: usize = 22;
+const IDS_MAX: usize = 6;
+
+/// Tables, each of which one text uses at a time.
+#[derive(Debug, Default)]
+pub(super) struct WordCache {
+    tables: [Mutex<WordTable>; TABLES],
+}
+
+/// Words by their hash; a later word replaces an earlier one. Allocated by the first word.
+#[derive(Debug, Default)]
+pub(super) struct WordTable {
+    slots: Box<[CachedWord]>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct CachedWord {
+    word_len: u8,
+    ids_len: u8,
+    word: [u8; WORD_BYTES_MAX],
+    ids: [u32; IDS_MAX],
+}
+
+impl WordCache {
+    /// A table that no other text uses, if there is one.
+    pub(super) fn lock(&self) -> Option<MutexGuard<'_, WordTable>> {
+        self.tables.iter().find_map(|table| table.try_lock().ok())
+    }
+}
+
+fn slot_of(word: &[u8]) -> usize {
+    let mut hasher = FxHasher::default();
+    word.hash(&mut hasher);
+    hasher.finish() as usize % SLOTS
+}
+
+impl WordTable {
+    /// The ids of a word that was kept.
+    pub(super) fn get(&self, word: &[u8]) -> Option<&[u32]> {
+        let slot = self.slots.get(slot_of(word))?;
+        let is_same = slot.word.get(..slot.word_len.into()) == Some(word);
+        slot.ids
+            .get(..slot.ids_len.into())
+            .filter(|ids| is_same && !ids.is_empty())
+    }
+
+    /// Keeps a word's ids, if both are short.
+    pub(super) fn put(&mut self, word: &[u8], ids: &[u32]) {
+        let mut slot = CachedWord {
+            word_len: word.len() as u8,
+            ids_len: ids.len() as u8,
+            ..CachedWord::default()
+        };
+        let kept = (
+            slot.word.get_mut(..word.len()),
+            slot.ids.get_mut(..ids.len()),
+        );
+        if let (Some(kept_word), Some(kept_ids)) = kept {
+            kept_word.copy_from_slice(word);
+            kept_ids.copy_from_slice(ids);
+            if self.slots.is_empty() {
+                self.slots = vec![CachedWord::default(); SLOTS].into();
+            }
+            self.slots[slot_of(word)] = slot;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_is_kept_whole_or_not_at_all() {
+        let mut table = WordTable::default();
+        assert_eq!(table.get(b"word"), None);
+        table.put(b"word", &[1, 2]);
+        assert_eq!(table.get(b"word"), Some(&[1, 2][..]));
+        assert_eq!(table.get(b"wor"), None);
+        assert_eq!(table.get(b""), None);
+        for long in [WORD_BYTES_MAX + 1, 256, 256 + 4] {
+            let word = vec![b'a'; long];
+            table.put(&word, &[1]);
+            assert_eq!(table.get(&word), None);
+        }
+        table.put(b"split", &[1; IDS_MAX + 1]);
+        assert_eq!(table.get(b"split"), None);
+    }
+
+    #[test]
+    fn a_later_word_replaces_another_one_of_its_slot() {
+        let mut table = WordTable::default();
+        let words: Vec<String> = (0..4 * SLOTS).map(|number| number.to_string()).collect();
+        for (id, word) in (0..).zip(&words) {
+            table.put(word.as_bytes(), &[id]);
+        }
+        let kept = (0..).zip(&words).filter(|(id, word)| {
+            let ids = table.get(word.as_bytes());
+            assert!(ids.is_none_or(|ids| ids == [*id]), "another word's ids");
+            ids.is_some()
+        });
+        assert!((SLOTS / 2..=SLOTS).contains(&kept.count()));
+    }
+
+    #[test]
+    fn more_texts_than_tables_go_without_one() {
+        let cache = WordCache::default();
+        let locked: Vec<_> = (0..TABLES).map_while(|_| cache.lock()).collect();
+        assert_eq!(locked.len(), TABLES);
+        assert!(cache.lock().is_none());
+        drop(locked);
+        assert!(cache.lock().is_some());
+    }
+}
