@@ -451,6 +451,7 @@ impl Mirror {
         if self.has_windows_only(tier) {
             return self.store_by_chain(stored, block_tokens, at);
         }
+        self.read_ahead(&stored.hashes);
         let mut position = self.start_of(stored)?;
         let mut keys = stored.keys.iter().peekable();
         let blocks = stored.tokens.chunks_exact(block_tokens);
@@ -464,6 +465,16 @@ impl Mirror {
             position = self.store_block(&block, position, at)?;
         }
         Ok(())
+    }
+
+    /// Reads the memory that a change of these blocks needs. Folding mostly waits for it, one block
+    /// after the other; these reads depend on nothing and wait together.
+    fn read_ahead(&self, hashes: &[EngineHash]) {
+        let known = hashes.iter().filter_map(|&hash| {
+            let node = self.nodes.get(self.engine_hashes.node(hash)?)?;
+            self.nodes.find(node.prefix)
+        });
+        std::hint::black_box(known.count());
     }
 
     /// A store that does not identify its blocks by content, as offloading connectors send: no
@@ -676,6 +687,7 @@ impl Mirror {
             Some(GroupRole::Untracked) | None => None,
         };
         self.knowledge.saw_removal(tier, removed.group.is_some());
+        self.read_ahead(&removed.hashes);
         for &hash in &removed.hashes {
             let had_reference = slot.is_some_and(|slot| {
                 let at = GroupTier { slot, tier };

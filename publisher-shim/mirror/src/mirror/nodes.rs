@@ -136,6 +136,10 @@ impl Nodes {
             .filter_map(|(id, node)| node.as_ref().map(|_| id))
     }
 
+    pub(super) fn find(&self, prefix: PrefixHash) -> Option<NodeId> {
+        self.by_prefix.get(&prefix).copied()
+    }
+
     pub(super) const fn slots(&self) -> usize {
         self.slab.len()
     }
