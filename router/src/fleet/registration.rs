@@ -221,7 +221,11 @@ impl RegistrationChecker {
             return TokenChecks::all(&CheckResult::failed("the router's tokenizer failed"));
         };
         let mut verdicts = Vec::with_capacity(probes.len());
+        let mut unanswered = BTreeSet::new();
         for probe in probes {
+            if unanswered.contains(&probe.path) {
+                continue;
+            }
             let verdict = match self.ask(worker, probe.path, probe.body).await {
                 TokenizeAnswer::Tokens(answer) => parity::compare(&probe.ours, &answer),
                 TokenizeAnswer::NoRoute if probe.path == ProbePath::Tokenize => {
@@ -231,11 +235,19 @@ impl RegistrationChecker {
                     return TokenChecks::all(&CheckResult::Pending);
                 }
                 // Engines without render routes are not asked again.
-                TokenizeAnswer::NoRoute | TokenizeAnswer::Unavailable => continue,
+                TokenizeAnswer::NoRoute => continue,
+                TokenizeAnswer::Unavailable => {
+                    unanswered.insert(probe.path);
+                    continue;
+                }
             };
             verdicts.push((probe.name, probe.kind, verdict));
         }
-        token_checks(&verdicts)
+        let mut checks = token_checks(&verdicts);
+        for path in unanswered {
+            set_pending(&mut checks, path);
+        }
+        checks
     }
 
     /// Reads the roots of the worker's models, by which `models_dir` is searched. Without an answer
@@ -312,6 +324,19 @@ fn without_tokenizer(entry: Option<&ModelTokenizer>) -> CheckResult {
     match entry.map(|entry| (&entry.state, &entry.problem)) {
         Some((TokenizerState::Missing, Some(problem))) => CheckResult::skipped(&**problem),
         Some(_) | None => CheckResult::Pending,
+    }
+}
+
+/// A render route that gave no usable answer is asked again, unless it has shown a difference.
+fn set_pending(checks: &mut TokenChecks, path: ProbePath) {
+    let of_path: &mut [&mut CheckResult] = match path {
+        ProbePath::Tokenize => &mut [],
+        ProbePath::RenderChat => &mut [&mut checks.rendered_chat],
+        ProbePath::RenderResponses => &mut [&mut checks.responses],
+        ProbePath::RenderMessages => &mut [&mut checks.messages, &mut checks.messages_with_tools],
+    };
+    for check in of_path.iter_mut().filter(|check| !check.is_failure()) {
+        **check = CheckResult::Pending;
     }
 }
 
