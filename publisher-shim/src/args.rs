@@ -7,7 +7,7 @@ use clap::{Parser, ValueEnum};
 use serde::Deserialize;
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::build;
-use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size, is_endpoint};
+use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size, is_endpoint, is_event_route};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
 use warmroute_proto::WorkerId;
@@ -40,7 +40,8 @@ pub struct Args {
     /// the system's.
     #[arg(long, env = "WARMROUTE_ENGINE_CA", value_name = "FILE")]
     pub engine_ca: Option<PathBuf>,
-    /// The event socket of rank 0; rank r is r ports higher. By default the engine reports it.
+    /// The event socket of rank 0; rank r is r ports higher. By default the engine reports it. For
+    /// TensorRT-LLM: http://H:P/kv_cache_events.
     #[arg(long, env = "WARMROUTE_KV_ENDPOINT", value_name = "tcp://H:P")]
     pub kv_endpoint: Option<String>,
     /// The replay socket, likewise. Without one, lost events cannot be detected.
@@ -151,7 +152,10 @@ pub enum ConfigError {
     BlockSize(u32),
     #[error("--outbox-bytes {0} is less than {OUTBOX_BYTES_MIN}")]
     Outbox(usize),
-    #[error("--{flag} {endpoint:?} is not tcp://HOST:PORT or ipc://PATH")]
+    #[error(
+        "--{flag} {endpoint:?} is not tcp://HOST:PORT or ipc://PATH; only --kv-endpoint may also be \
+         http://HOST:PORT/PATH, which has no replay endpoint"
+    )]
     Endpoint {
         flag: &'static str,
         endpoint: String,
@@ -191,13 +195,21 @@ impl TryFrom<Args> for Config {
             Some(tokens) => Some(block_size(tokens).ok_or(ConfigError::BlockSize(tokens))?),
             None => None,
         };
+        let is_route = args.kv_endpoint.as_deref().is_some_and(is_event_route);
+        let (kv_endpoint, kv_replay_endpoint) = match args.kv_replay_endpoint {
+            None if is_route => (args.kv_endpoint, None),
+            replay => (
+                endpoint("kv-endpoint", args.kv_endpoint)?,
+                endpoint("kv-replay-endpoint", replay)?,
+            ),
+        };
         Ok(Self {
             listen: listen::address("host", &args.host, args.port)?,
             nats: args.nats,
             shim: ShimConfig {
                 advertise_url,
-                kv_endpoint: endpoint("kv-endpoint", args.kv_endpoint)?,
-                kv_replay_endpoint: endpoint("kv-replay-endpoint", args.kv_replay_endpoint)?,
+                kv_endpoint,
+                kv_replay_endpoint,
                 ranks: args.ranks,
                 topic: args.kv_topic,
                 block_size,
@@ -319,6 +331,8 @@ mod tests {
             ("--worker-url=ftp://h", "--worker-url"),
             ("--advertise-url=h:1", "--advertise-url"),
             ("--kv-endpoint=h:1", "--kv-endpoint"),
+            ("--kv-endpoint=http://h:1", "--kv-endpoint"),
+            ("--kv-replay-endpoint=http://h:1/x", "--kv-replay-endpoint"),
             ("--kv-replay-endpoint=tcp://*:1", "--kv-replay-endpoint"),
             ("--ranks=0", "--ranks"),
             ("--block-size=0", "--block-size"),

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::EngineTls;
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
@@ -22,7 +23,8 @@ pub struct ShimConfig {
     pub engine_key: EngineKeySource,
     /// TLS of an `https://` URL. `None`: with the system's authorities.
     pub engine_tls: Option<EngineTls>,
-    /// The live endpoint of rank 0; rank r is r ports higher. `None`: the engine reports it.
+    /// The live endpoint of rank 0; rank r is r ports higher. Or the HTTP route of all ranks' events.
+    /// `None`: the engine reports it.
     pub kv_endpoint: Option<String>,
     /// The replay endpoint, likewise.
     pub kv_replay_endpoint: Option<String>,
@@ -79,7 +81,7 @@ pub struct Endpoints {
 
 /// A rank's endpoint as vLLM derives it from rank 0's: its port plus the rank.
 pub(crate) fn endpoint_of_rank(template: &str, rank: DpRank) -> Option<String> {
-    if rank.0 == 0 {
+    if rank.0 == 0 || is_event_route(template) {
         return Some(template.to_owned());
     }
     let (host, port) = template.strip_prefix("tcp://")?.rsplit_once(':')?;
@@ -125,6 +127,7 @@ mod tests {
         assert_eq!(of("tcp://[::1]:7", 1).as_deref(), Some("tcp://[::1]:8"));
         assert_eq!(of("tcp://h:65535", 1), None);
         assert_eq!(of("ipc:///x", 1), None);
+        assert_eq!(of("http://h:1/x", 1).as_deref(), Some("http://h:1/x"));
     }
 
     #[test]

@@ -3,23 +3,28 @@
 //! [`EngineLink`] and [`EngineFeed`] are the seam between the shim's tasks and the engine. [`VllmEngine`]
 //! is the product's; the simulation has its own.
 
+mod drained_feed;
 mod http;
 mod sglang;
+mod trtllm;
 mod zmq_feed;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use reqwest::StatusCode;
+use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::EngineTls;
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, EngineSeq};
 
-use crate::config::Endpoints;
+use crate::config::{Endpoints, ShimConfig};
 use crate::source::{FlushResult, ReplayId};
+use drained_feed::{DrainedFeed, EventDrain};
 use http::EngineHttp;
 pub use http::{EngineKey, EngineKeyError, EngineKeySource};
-pub use zmq_feed::ZmqFeed;
+use zmq_feed::ZmqFeed;
 
 /// Messages of one socket in one read. Other sockets and tasks run in between.
 pub const BURST_MAX: usize = 8;
@@ -77,6 +82,11 @@ pub trait EngineFeed: Send + 'static {
 
     /// Waits for events. After [`BURST_MAX`] of them there may be more. Cancel-safe.
     fn receive(&mut self, events: &mut Vec<EngineEvent>) -> impl Future<Output = ()> + Send;
+
+    /// A reader takes the events from all others: only the holder of the worker's lease may read.
+    fn is_exclusive(&self) -> bool {
+        false
+    }
 }
 
 /// What the engine reports about itself.
@@ -137,26 +147,75 @@ pub enum InfoError {
     Unreadable,
 }
 
-/// A vLLM server: HTTP, and ZMQ sockets that one libzmq thread serves.
+/// An engine's server: HTTP, and ZMQ sockets that one libzmq thread serves.
 pub struct VllmEngine {
     http: EngineHttp,
     zmq: zmq::Context,
+    /// The events come by HTTP.
+    drain: Option<Arc<EventDrain>>,
 }
 
 impl VllmEngine {
-    pub fn new(url: &str, key: EngineKeySource, tls: &EngineTls) -> reqwest::Result<Self> {
+    pub fn new(config: &ShimConfig, tls: &EngineTls) -> reqwest::Result<Self> {
+        let mut http = EngineHttp::new(&config.worker_url, config.engine_key.clone(), tls)?;
+        let route = config.kv_endpoint.as_deref();
+        let route = route.filter(|endpoint| is_event_route(endpoint));
+        let drain = route.map(|url| EventDrain::new(http.drain(url), config.ranks));
         Ok(Self {
-            http: EngineHttp::new(url, key, tls)?,
+            http,
             zmq: zmq::Context::new(),
+            drain: drain.map(Arc::new),
         })
     }
 }
 
-impl EngineLink for VllmEngine {
-    type Feed = ZmqFeed;
+/// The feed of one rank, by the form in which its engine publishes.
+pub enum RankFeed {
+    Zmq(ZmqFeed),
+    Drained(DrainedFeed),
+}
 
-    fn feed(&self, rank: DpRank, endpoints: Endpoints) -> ZmqFeed {
-        ZmqFeed::new(self.zmq.clone(), rank.to_string(), endpoints)
+impl EngineFeed for RankFeed {
+    fn reconnect(&mut self, endpoints: Endpoints) {
+        match self {
+            Self::Zmq(feed) => feed.reconnect(endpoints),
+            Self::Drained(feed) => feed.reconnect(endpoints),
+        }
+    }
+
+    fn request_replay(&mut self, id: ReplayId, from: EngineSeq) -> Result<(), ReplayNotSent> {
+        match self {
+            Self::Zmq(feed) => feed.request_replay(id, from),
+            Self::Drained(feed) => feed.request_replay(id, from),
+        }
+    }
+
+    async fn receive(&mut self, events: &mut Vec<EngineEvent>) {
+        match self {
+            Self::Zmq(feed) => feed.receive(events).await,
+            Self::Drained(feed) => feed.receive(events).await,
+        }
+    }
+
+    fn is_exclusive(&self) -> bool {
+        match self {
+            Self::Zmq(feed) => feed.is_exclusive(),
+            Self::Drained(feed) => feed.is_exclusive(),
+        }
+    }
+}
+
+impl EngineLink for VllmEngine {
+    type Feed = RankFeed;
+
+    fn feed(&self, rank: DpRank, endpoints: Endpoints) -> RankFeed {
+        match &self.drain {
+            Some(drain) => RankFeed::Drained(DrainedFeed::new(Arc::clone(drain), rank)),
+            None => {
+                let context = self.zmq.clone();
+                RankFeed::Zmq(ZmqFeed::new(context, rank.to_string(), endpoints))
+            }
+        }
     }
 
     async fn health(&self) -> EngineHealth {

@@ -21,6 +21,19 @@ pub fn is_endpoint(endpoint: &str) -> bool {
     }
 }
 
+/// Whether cache events come from a route of the engine's HTTP: `http[s]://HOST[:PORT]/PATH`.
+#[must_use]
+pub fn is_event_route(endpoint: &str) -> bool {
+    let url = reqwest::Url::parse(endpoint);
+    url.is_ok_and(|url| {
+        ["http", "https"].contains(&url.scheme())
+            && url.has_host()
+            && url.username().is_empty()
+            && url.password().is_none()
+            && url.path() != "/"
+    })
+}
+
 /// A block size of 1 to [`BLOCK_TOKENS_MAX`] tokens.
 #[must_use]
 pub fn block_size(tokens: u32) -> Option<BlockSize> {
@@ -50,6 +63,22 @@ mod tests {
             "http://h:1",
         ] {
             assert!(!is_endpoint(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn an_event_route_has_a_path() {
+        for good in ["http://h:8000/kv_cache_events", "https://[::1]/events"] {
+            assert!(is_event_route(good), "{good}");
+        }
+        for bad in [
+            "http://h:1",
+            "http://h:1/",
+            "http://u:p@h/x",
+            "tcp://h:1",
+            "ftp://h/x",
+        ] {
+            assert!(!is_event_route(bad), "{bad:?}");
         }
     }
 

@@ -22,6 +22,7 @@ use warmroute_process::tls::{self, EngineTls};
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
 
+use super::drained_feed::ReadError;
 use super::{BlockCount, EngineInfo, FlushRequest, InfoError, ResetRoutes};
 use crate::config::{Endpoints, reachable};
 use crate::source::FlushResult;
@@ -39,6 +40,9 @@ const RANK_HEADER: &str = "X-data-parallel-rank";
 const KEY_BYTES_MAX: u64 = 64 << 10;
 /// More than any `/metrics` or model list.
 const BODY_BYTES_MAX: usize = 8 << 20;
+/// Of an answer with cache events, which has 60 bytes for a token.
+const EVENTS_BYTES_MAX: usize = 128 << 20;
+const EVENTS_DEADLINE: Duration = Duration::from_secs(10);
 
 /// The engine's API key as an `Authorization` header value. `Debug` redacts it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,6 +121,41 @@ pub(super) struct EngineHttp {
     key: EngineKeySource,
     /// TLS failed, and that was logged.
     tls_failed: Arc<AtomicBool>,
+    has_metrics: bool,
+}
+
+/// Where an engine's HTTP hands out its cache events.
+pub(super) struct EventRoute {
+    http: reqwest::Client,
+    url: String,
+    key: EngineKeySource,
+}
+
+impl EventRoute {
+    pub(super) fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Takes the events that no earlier read took.
+    pub(super) fn read(&self) -> impl Future<Output = Result<Vec<u8>, ReadError>> + use<> {
+        let request = self.http.post(&self.url).timeout(EVENTS_DEADLINE);
+        let request = with_key(request, &self.key);
+        async {
+            let answer = request.send().await.map_err(|_| ReadError::Broken)?;
+            if !answer.status().is_success() {
+                return Err(ReadError::Status(answer.status()));
+            }
+            let body = bounded_body(answer, EVENTS_BYTES_MAX).await;
+            body.map_err(|_| ReadError::Broken)
+        }
+    }
+}
+
+fn with_key(request: RequestBuilder, key: &EngineKeySource) -> RequestBuilder {
+    match key.current() {
+        Some(EngineKey(key)) => request.header(AUTHORIZATION, key),
+        None => request,
+    }
 }
 
 impl EngineHttp {
@@ -131,16 +170,25 @@ impl EngineHttp {
             url: url.trim_end_matches('/').to_owned(),
             key,
             tls_failed: Arc::default(),
+            has_metrics: true,
         })
+    }
+
+    /// The route of the engine's events. Its metrics are not read any more: TensorRT-LLM hands out
+    /// each of them once, too.
+    pub(super) fn drain(&mut self, url: &str) -> EventRoute {
+        self.has_metrics = false;
+        EventRoute {
+            http: self.http.clone(),
+            url: url.to_owned(),
+            key: self.key.clone(),
+        }
     }
 
     /// A request with the key. vLLM guards `/v1` only; a proxy in front of it may guard every path.
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
         let request = self.http.request(method, format!("{}{path}", self.url));
-        match self.key.current() {
-            Some(EngineKey(key)) => request.header(AUTHORIZATION, key),
-            None => request,
-        }
+        with_key(request, &self.key)
     }
 
     pub(super) async fn health(&self) -> EngineHealth {
@@ -164,7 +212,9 @@ impl EngineHttp {
         let mut info = EngineInfo::default();
         let models = self.get("/v1/models").await?;
         info.read_models(&models).ok_or(InfoError::Unreadable)?;
-        if let Ok(metrics) = self.get("/metrics").await {
+        if self.has_metrics
+            && let Ok(metrics) = self.get("/metrics").await
+        {
             let metrics = String::from_utf8_lossy(&metrics);
             info.read_metrics(&metrics);
             info.reset_calls = Some(reset_calls(&metrics));

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 use warmroute_plane::{Connection, Plane};
+use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::{EngineTls, TlsError};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
@@ -183,8 +184,7 @@ impl Service {
             .engine_tls
             .clone()
             .map_or_else(EngineTls::system, Ok)?;
-        let key = config.engine_key.clone();
-        let engine = VllmEngine::new(&config.worker_url, key, &tls)?;
+        let engine = VllmEngine::new(&config, &tls)?;
         Self::with_engine(config, plane, engine)
     }
 }
@@ -315,9 +315,12 @@ fn configured_endpoints(config: &ShimConfig, rank: DpRank) -> Result<Endpoints, 
         }
         None => Ok(None),
     };
+    let live = of(&config.kv_endpoint)?;
+    // What a route hands out is kept here, and replayed.
+    let kept = live.clone().filter(|live| is_event_route(live));
     Ok(Endpoints {
-        live: of(&config.kv_endpoint)?,
-        replay: of(&config.kv_replay_endpoint)?,
+        live,
+        replay: kept.map_or_else(|| of(&config.kv_replay_endpoint), |kept| Ok(Some(kept)))?,
     })
 }
 

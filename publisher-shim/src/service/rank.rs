@@ -67,6 +67,7 @@ pub(super) struct RankTask<E: EngineLink> {
     last_append: Option<LogPosition>,
     /// The last term in which this shim led.
     term: Option<u64>,
+    leads: bool,
 }
 
 impl<E: EngineLink> RankTask<E> {
@@ -127,6 +128,7 @@ impl<E: EngineLink> RankTask<E> {
             appends,
             last_append: None,
             term: None,
+            leads: false,
         };
         rank.serve(inputs, received, stop).await;
         tasks.close();
@@ -190,7 +192,7 @@ impl<E: EngineLink> RankTask<E> {
                 }
                 Some(answer) = answers.recv() => self.apply_answer(answer),
                 _ = ticks.tick() => self.core.tick(now()),
-                () = self.feed.receive(&mut events) => {
+                () = self.feed.receive(&mut events), if self.leads || !self.feed.is_exclusive() => {
                     let is_behind = events.len() >= BURST_MAX;
                     events.drain(..).for_each(|event| self.apply_event(event));
                     if is_behind {
@@ -248,6 +250,7 @@ impl<E: EngineLink> RankTask<E> {
     }
 
     fn apply_leadership(&mut self, leadership: Leadership) {
+        self.leads = matches!(leadership, Leadership::Leads { .. });
         match leadership {
             Leadership::Leads { term } => {
                 if self.term.replace(term).is_some_and(|before| before != term) {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use clap::ValueEnum as _;
 use serde::{Deserialize, Deserializer};
-use warmroute_process::engine_args::is_endpoint;
+use warmroute_process::engine_args::{is_endpoint, is_event_route};
 use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
@@ -25,7 +25,7 @@ pub struct WorkerSpec {
     /// `http[s]://host:port[/path]`, without a trailing slash.
     pub url: String,
     /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). `None`:
-    /// queried from the engine's `/kv_event_sources`.
+    /// queried from the engine's `/kv_event_sources`. Of TensorRT-LLM: a route of its HTTP.
     pub kv: Option<String>,
     /// Where the engine replays its KV events.
     pub replay: Option<String>,
@@ -56,13 +56,15 @@ pub enum WorkerSpecError {
     Assume(String),
     #[error("{0}= is given twice")]
     Twice(&'static str),
-    #[error("{key}={value:?} is not tcp://HOST:PORT or ipc://PATH")]
+    #[error(
+        "{key}={value:?} is not tcp://HOST:PORT, ipc://PATH or, for kv=, http://HOST:PORT/PATH"
+    )]
     Endpoint { key: &'static str, value: String },
     #[error("ranks={0:?} is not a number from 1 to {RANKS_MAX}")]
     Ranks(String),
     #[error("id= has not between 1 and {ID_BYTES_MAX} bytes")]
     Id,
-    #[error("replay= needs kv=")]
+    #[error("replay= needs the socket of kv=")]
     ReplayWithoutKv,
     #[error("key and key_file exclude each other")]
     TwoKeys,
@@ -103,10 +105,14 @@ impl TryFrom<WorkerFields> for WorkerSpec {
             Some(id) => WorkerId::from(id.as_str()),
             None => default_id(&url),
         };
-        let kv = fields.kv.map(|kv| endpoint("kv", kv)).transpose()?;
+        let is_route = fields.kv.as_deref().is_some_and(is_event_route);
+        let kv = match fields.kv {
+            Some(kv) if !is_route => Some(endpoint("kv", kv)?),
+            kv => kv,
+        };
         let replay = fields.replay.map(|replay| endpoint("replay", replay));
         let replay = replay.transpose()?;
-        if replay.is_some() && kv.is_none() {
+        if replay.is_some() && (kv.is_none() || is_route) {
             return Err(WorkerSpecError::ReplayWithoutKv);
         }
         if fields.key.is_some() && fields.key_file.is_some() {
@@ -248,6 +254,8 @@ mod tests {
         assert_eq!(spec.url, "https://h:1");
         assert_eq!(spec.assume, [Assumed::NoLora, Assumed::PlainLookup]);
         assert_eq!(spec.key_file, Some("/run/key".into()));
+        let spec = parse("http://h:1,kv=http://h:1/kv_cache_events").unwrap();
+        assert_eq!(spec.kv.as_deref(), Some("http://h:1/kv_cache_events"));
         let table = "url = \"http://h:1\"\nassume = [\"plain-lookup\"]";
         let spec: WorkerSpec = toml::from_str(table).unwrap();
         assert_eq!(spec.assume, [Assumed::PlainLookup]);
@@ -305,6 +313,10 @@ mod tests {
             ),
             (
                 "http://h:1,replay=tcp://h:2",
+                WorkerSpecError::ReplayWithoutKv,
+            ),
+            (
+                "http://h:1,kv=http://h:1/events,replay=tcp://h:2",
                 WorkerSpecError::ReplayWithoutKv,
             ),
         ] {

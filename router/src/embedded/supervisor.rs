@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::Plane;
+use warmroute_process::engine_args::is_event_route;
 use warmroute_proto::{Namespace, WorkerId};
 use warmroute_shim::args::assumptions;
 use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir};
@@ -364,7 +365,8 @@ impl WorkerSupervisor {
         let worker = &spec.id;
         let open = |dir| StateDir::open(dir, worker).context("--state-dir");
         let dir = self.state_dir.as_deref().map(open).transpose()?;
-        if spec.replay.is_none() {
+        let has_route = spec.kv.as_deref().is_some_and(is_event_route);
+        if spec.replay.is_none() && !has_route {
             tracing::warn!(
                 %worker,
                 "no replay= endpoint: lost events cannot be seen unless the engine reports one"

@@ -437,9 +437,9 @@ impl Mirror {
             return Ok(());
         }
         let at = GroupTier { slot, tier };
-        let identifies_blocks = !stored.tokens.is_empty()
-            && (stored.reports_extra_keys || self.config.assume.no_extra_keys);
-        if tier != Tier::Gpu && !identifies_blocks {
+        let reports_keys = stored.reports_extra_keys || self.config.assume.no_extra_keys;
+        // Without tokens: a block that moves between tiers.
+        if stored.tokens.is_empty() || tier != Tier::Gpu && !reports_keys {
             self.store_by_hash(stored, at);
             return Ok(());
         }

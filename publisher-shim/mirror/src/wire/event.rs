@@ -51,6 +51,7 @@ struct Fields<'a> {
     window: Raw<'a>,
     locality: Raw<'a>,
     lookahead: Raw<'a>,
+    unreported_keys: Raw<'a>,
 }
 
 /// Decodes one event and passes over it. An error is one of the payload: no later event is found.
@@ -123,6 +124,7 @@ impl<'a> Fields<'a> {
             "kv_cache_spec_sliding_window" => self.window = value,
             "locality" => self.locality = value,
             "lookahead_token_ids" => self.lookahead = value,
+            "unreported_keys" => self.unreported_keys = value,
             _ => {}
         }
     }
@@ -224,8 +226,12 @@ impl<'a> Fields<'a> {
     }
 
     /// GPU stores list extra keys in every version that has a field for them. Offloading
-    /// connectors omit the field even if the block has keys.
+    /// connectors omit the field even if the block has keys. The shim's own translations of other
+    /// engines' events say so by a field of their own.
     fn reports_extra_keys(&self, medium: Medium) -> bool {
+        if self.unreported_keys.is_some() {
+            return false;
+        }
         let has_field = match medium {
             Medium::Gpu => self.is_map || self.len > 8,
             Medium::Cpu | Medium::Disk => self.extra_keys.is_some(),

@@ -3,7 +3,7 @@
 use warmroute_proto::EngineSeq;
 
 /// The sequence that ends a replay: −1 as the engine writes it.
-const END_OF_REPLAY: u64 = u64::MAX;
+pub const END_OF_REPLAY: u64 = u64::MAX;
 
 /// The parts of a live message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

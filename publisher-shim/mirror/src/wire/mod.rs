@@ -12,7 +12,9 @@ mod keys;
 mod msgpack;
 mod unknown;
 
-pub use frames::{LiveFrames, ReplayFrames, live_frames, replay_frames, replay_request};
+pub use frames::{
+    END_OF_REPLAY, LiveFrames, ReplayFrames, live_frames, replay_frames, replay_request,
+};
 pub use keys::BlockKeys;
 pub use msgpack::WireError;
 pub use unknown::{EngineName, NotUnderstood};
