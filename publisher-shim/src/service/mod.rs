@@ -91,7 +91,12 @@ impl ShimState {
     pub(crate) fn set_view(&self, view: RankView) {
         let rank = view.status.source.dp_rank;
         let mut views = self.views.write().unwrap_or_else(PoisonError::into_inner);
-        views.insert(rank, view);
+        let block_size = view.block_size;
+        let before = views.insert(rank, view);
+        if before.is_some_and(|before| before.block_size != block_size) {
+            // The events may show what the engine's HTTP does not.
+            self.facts_changed.notify_one();
+        }
     }
 
     fn views(&self) -> Vec<RankView> {

@@ -9,6 +9,8 @@ use clap::{Parser, ValueEnum};
 use warmroute_proto::BlockSize;
 use warmroute_sim::sim::{EngineConfig, GroupKind, TimingProfile};
 
+use crate::lmcache;
+
 /// A vLLM server without a model: its HTTP and ZMQ sides around an exact model of its block cache.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "warmroute-mock-engine", version)]
@@ -59,6 +61,9 @@ pub struct EngineArgs {
     /// Blocks of the CPU tier; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub cpu_blocks: u32,
+    /// Keep the CPU tier in chunks of 256 tokens and publish it as LMCache does.
+    #[arg(long)]
+    pub lmcache: bool,
     /// Publish as a hybrid model does, with so many sliding-window groups before the main one.
     #[arg(long, default_value_t = 0)]
     pub sliding_groups: usize,
@@ -97,6 +102,9 @@ pub struct EventArgs {
     /// Topic of the live events.
     #[arg(long, default_value = "")]
     pub topic: String,
+    /// Events that a TensorRT-LLM server keeps for its reader.
+    #[arg(long, default_value_t = 4096)]
+    pub event_buffer: usize,
     /// Report to clients that events are disabled.
     #[arg(long)]
     pub no_events: bool,
@@ -112,6 +120,7 @@ pub struct EventArgs {
 pub enum EngineForm {
     Vllm,
     Sglang,
+    Trtllm,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -155,6 +164,11 @@ impl EngineArgs {
             max_num_seqs: self.max_num_seqs,
             max_model_len: self.max_model_len.unwrap_or(usize::MAX),
             cpu_blocks: self.cpu_blocks,
+            cpu_chunk_blocks: if self.lmcache {
+                (lmcache::CHUNK_TOKENS / block_size.tokens()).max(1)
+            } else {
+                1
+            },
             groups,
             life: fastrand::u64(..),
             profile: self.timing()?,

@@ -1,4 +1,4 @@
-//! A vLLM or SGLang server without a model: HTTP and ZMQ around the engine model of
+//! A vLLM, SGLang or TensorRT-LLM server without a model: HTTP and ZMQ around the engine model of
 //! `warmroute_sim::sim`.
 //!
 //! [`Mock::start`] binds the sockets and runs until [`Mock::stop`]. Each rank is one engine that
@@ -17,6 +17,7 @@ mod error;
 mod generate;
 mod history;
 mod images;
+mod lmcache;
 mod load;
 mod loras;
 mod metrics;
@@ -26,6 +27,7 @@ mod server;
 mod sglang;
 mod stored;
 mod text;
+mod trtllm;
 mod wire;
 
 use std::net::{IpAddr, SocketAddr};
@@ -44,13 +46,15 @@ use warmroute_sim::sim::EngineConfig;
 pub use args::{Args, EngineArgs, EngineForm, EventArgs, HashMode};
 use history::History;
 pub use history::{BlockName, HistoryBatch, PairChange};
+use lmcache::Chunks;
 use load::LoadRate;
 pub use loras::Loras;
 pub use publisher::{Delivery, Publisher, PublisherOptions};
-use rank::Rank;
+use rank::{Rank, RankForm};
 use server::{CallCounts, Server, routes};
 use stored::StoredAnswers;
 use text::Text;
+use trtllm::EventQueue;
 pub use wire::Encoder;
 
 /// A running mock engine.
@@ -178,9 +182,20 @@ fn ranks(args: &Args, loras: &Loras, config: &EngineConfig) -> anyhow::Result<Ve
             rank: number,
             hash_mode: args.events.hash_mode,
             loras: loras.clone(),
+            lmcache: args.engine.lmcache,
         };
         let history = args.events.history.then(History::default);
-        let rank = Rank::new(config.clone(), args.form, publisher, encoder, history);
+        let form = match args.form {
+            EngineForm::Vllm if args.engine.lmcache => {
+                RankForm::Lmcache(Chunks::new(config.cpu_chunk_blocks))
+            }
+            EngineForm::Vllm => RankForm::Vllm,
+            EngineForm::Sglang => RankForm::Sglang,
+            EngineForm::Trtllm => {
+                RankForm::Trtllm(EventQueue::new(number, config, args.events.event_buffer))
+            }
+        };
+        let rank = Rank::new(config.clone(), form, publisher, encoder, history);
         Ok(Arc::new(rank))
     };
     (0..args.ranks).map(rank).collect()

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use serde::Deserialize;
+use serde_json::Value;
 use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -18,23 +19,32 @@ use warmroute_sim::sim::{
     GroupKind, HeldPrefix, RequestId, StepOutcome,
 };
 
-use crate::args::EngineForm;
 use crate::error::Error;
 use crate::history::{History, Pairs};
+use crate::lmcache::Chunks;
 use crate::publisher::{Delivery, Publisher};
 use crate::sglang;
+use crate::trtllm::EventQueue;
 use crate::wire::Encoder;
 
 pub(crate) struct Rank {
     pub(crate) number: u32,
     pub(crate) publisher: Publisher,
-    form: EngineForm,
     encoder: Encoder,
     state: Mutex<State>,
     wake: Notify,
 }
 
+/// In which form a rank publishes.
+pub(crate) enum RankForm {
+    Vllm,
+    Sglang,
+    Lmcache(Chunks),
+    Trtllm(EventQueue),
+}
+
 struct State {
+    form: RankForm,
     engine: EngineModel,
     clients: BTreeMap<RequestId, mpsc::Sender<Output>>,
     counters: Counters,
@@ -119,7 +129,7 @@ pub(crate) struct Generation {
 impl Rank {
     pub(crate) fn new(
         config: EngineConfig,
-        form: EngineForm,
+        form: RankForm,
         publisher: Publisher,
         encoder: Encoder,
         history: Option<History>,
@@ -129,6 +139,7 @@ impl Rank {
             .iter()
             .position(|&kind| kind == GroupKind::FullAttention);
         let state = State {
+            form,
             pairs: Pairs::new(main.and_then(|at| u32::try_from(at).ok()).unwrap_or(0)),
             history,
             engine: EngineModel::new(config),
@@ -144,7 +155,6 @@ impl Rank {
         Self {
             number: encoder.rank,
             publisher,
-            form,
             encoder,
             state: Mutex::new(state),
             wake: Notify::new(),
@@ -313,15 +323,26 @@ impl Rank {
                 .to_mut()
                 .retain(|event| !matches!(event, CacheEvent::Cleared));
         }
-        let events = &*audible;
+        let events = match &mut state.form {
+            RankForm::Lmcache(chunks) => chunks.rewrite(&audible),
+            RankForm::Trtllm(queue) => queue.one_level(&audible),
+            RankForm::Vllm | RankForm::Sglang => audible.into_owned(),
+        };
         if events.is_empty() {
             return;
         }
         let sequence = state.published.next;
         state.published.next += 1;
-        let encoded = match self.form {
-            EngineForm::Vllm => self.encoder.encode(unix_seconds(), events),
-            EngineForm::Sglang => sglang::payload(self.number, unix_seconds(), events),
+        let encoded = match &mut state.form {
+            RankForm::Vllm | RankForm::Lmcache(_) => self.encoder.encode(unix_seconds(), &events),
+            RankForm::Sglang => sglang::payload(self.number, unix_seconds(), &events),
+            RankForm::Trtllm(queue) => {
+                let is_lost = state.faults.drop_batches > 0;
+                state.faults.drop_batches = state.faults.drop_batches.saturating_sub(1);
+                let last = queue.publish(&events, is_lost);
+                state.published.next = last + 1;
+                return state.note(last, &events);
+            }
         };
         let payload = match encoded {
             Ok(payload) => payload,
@@ -337,17 +358,16 @@ impl Rank {
             }
             None => Delivery::Live,
         };
-        let changes = state.pairs.apply(events);
-        let main_group = state.pairs.main_group();
         // The history is complete before a reader can see the batch.
-        if let Some(history) = &mut state.history {
-            history.record(sequence, events, main_group, &changes);
-        }
+        state.note(sequence, &events);
         self.publisher.publish(sequence, &payload, delivery);
-        state.published.last = Some(sequence);
-        state.published.stored += changes.iter().filter(|(_, is_held)| *is_held).count() as u64;
-        if !changes.is_empty() {
-            state.published.last_change = Some(sequence);
+    }
+
+    /// The events that no earlier read took. Empty in other forms than TensorRT-LLM's.
+    pub(crate) fn drain_events(&self) -> Vec<Value> {
+        match &mut self.lock().form {
+            RankForm::Trtllm(queue) => queue.drain(),
+            RankForm::Vllm | RankForm::Sglang | RankForm::Lmcache(_) => Vec::new(),
         }
     }
 
@@ -391,6 +411,19 @@ impl Rank {
 }
 
 impl State {
+    /// Records the events of a batch.
+    fn note(&mut self, sequence: u64, events: &[CacheEvent]) {
+        let changes = self.pairs.apply(events);
+        if let Some(history) = &mut self.history {
+            history.record(sequence, events, self.pairs.main_group(), &changes);
+        }
+        self.published.last = Some(sequence);
+        self.published.stored += changes.iter().filter(|(_, is_held)| *is_held).count() as u64;
+        if !changes.is_empty() {
+            self.published.last_change = Some(sequence);
+        }
+    }
+
     fn deliver(&mut self, outcome: &StepOutcome) {
         for admitted in &outcome.admitted {
             self.give(admitted.id, Output::Admitted(admitted.cached));
@@ -416,9 +449,13 @@ impl State {
     }
 
     fn snapshot(&self) -> Snapshot {
+        let mut held = self.engine.held();
+        if matches!(self.form, RankForm::Trtllm(_)) {
+            EventQueue::keep_first_level(&mut held);
+        }
         Snapshot {
             published: self.published,
-            held: self.engine.held(),
+            held,
         }
     }
 }

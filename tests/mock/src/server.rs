@@ -28,7 +28,7 @@ use crate::loras::{self, Loras};
 use crate::rank::Rank;
 use crate::stored::{self, StoredAnswers};
 use crate::text::{Text, special_tokens};
-use crate::{debug, metrics, sglang};
+use crate::{debug, metrics, sglang, trtllm};
 
 /// The largest body that is read.
 const BODY_BYTES_MAX: usize = 256 << 20;
@@ -114,6 +114,7 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
         EngineForm::Vllm if server.args.no_render => vllm_routes(),
         EngineForm::Vllm => vllm_routes().merge(render_routes()),
         EngineForm::Sglang => sglang::routes(),
+        EngineForm::Trtllm => trtllm::routes(),
     };
     Router::new()
         .route("/v1/completions", post(completions))
@@ -127,7 +128,6 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/load_lora_adapter", post(loras::load))
         .route("/v1/unload_lora_adapter", post(loras::unload))
-        .route("/tokenize", post(tokenize))
         .route("/health", get(health))
         .route("/debug/blocks", get(debug::blocks))
         .route("/debug/counters", get(debug::counters))
@@ -143,6 +143,7 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
 fn vllm_routes() -> Router<Arc<Server>> {
     Router::new()
         .route("/load", get(load))
+        .route("/tokenize", post(tokenize))
         .route("/version", get(version))
         .route("/metrics", get(metrics::metrics))
         .route("/kv_event_sources", get(kv_event_sources))
@@ -182,7 +183,7 @@ pub(crate) async fn health(State(server): State<Arc<Server>>) -> StatusCode {
     StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
 }
 
-async fn version() -> Json<Value> {
+pub(crate) async fn version() -> Json<Value> {
     Json(json!({"version": VLLM_VERSION}))
 }
 
@@ -205,7 +206,10 @@ async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
     Json(json!({"object": "list", "data": data}))
 }
 
-async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json<Value>, Error> {
+pub(crate) async fn tokenize(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
     let value = parse(&body)?;
     if let Some(model) = value["model"].as_str() {
         server.adapter(model)?;

@@ -13,13 +13,14 @@ use serde_json::{Map, Value, json};
 use warmroute_sim::sim::{CacheEvent, ExtraKey, StoredBlocks};
 
 use crate::error::Error;
-use crate::server::{Server, health};
+use crate::server::{Server, health, tokenize};
 
 const SGLANG_VERSION: &str = "0.5.23";
 
 pub(crate) fn routes() -> Router<Arc<Server>> {
     Router::new()
         .route("/health_generate", get(health))
+        .route("/tokenize", post(tokenize))
         .route("/server_info", get(server_info))
         .route("/flush_cache", post(flush_cache))
         .route("/metrics", get(metrics))

@@ -12,6 +12,8 @@ pub struct Encoder {
     pub rank: u32,
     pub hash_mode: HashMode,
     pub loras: Loras,
+    /// Events of the CPU tier are LMCache's, which name no KV group.
+    pub lmcache: bool,
 }
 
 #[derive(Serialize)]
@@ -31,15 +33,18 @@ enum WireEvent<'a> {
         lora_name: Option<&'a str>,
         #[serde(skip_serializing_if = "Option::is_none")]
         extra_keys: Option<Vec<Option<Vec<WireKey<'a>>>>>,
-        group_idx: u32,
-        kv_cache_spec_kind: &'static str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        group_idx: Option<u32>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        kv_cache_spec_kind: Option<&'static str>,
         #[serde(skip_serializing_if = "Option::is_none")]
         kv_cache_spec_sliding_window: Option<u32>,
     },
     BlockRemoved {
         block_hashes: [WireHash; 1],
         medium: &'static str,
-        group_idx: u32,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        group_idx: Option<u32>,
     },
     AllBlocksCleared,
     /// Known to no decoder.
@@ -100,11 +105,15 @@ impl Encoder {
             medium: Medium::Gpu.name(),
             lora_name: None,
             extra_keys: None,
-            group_idx: u32::MAX,
-            kv_cache_spec_kind: "folded_attention",
+            group_idx: Some(u32::MAX),
+            kv_cache_spec_kind: Some("folded_attention"),
             kv_cache_spec_sliding_window: None,
         };
         rmp_serde::to_vec_named(&Batch(unix_seconds, vec![stored], self.rank))
+    }
+
+    fn names_group(&self, medium: Medium) -> bool {
+        medium == Medium::Gpu || !self.lmcache
     }
 
     fn event<'a>(&self, event: &'a CacheEvent) -> WireEvent<'a> {
@@ -117,7 +126,7 @@ impl Encoder {
             } => WireEvent::BlockRemoved {
                 block_hashes: [self.hash(*hash)],
                 medium: medium.name(),
-                group_idx: *group,
+                group_idx: self.names_group(*medium).then_some(*group),
             },
             CacheEvent::Cleared => WireEvent::AllBlocksCleared,
         }
@@ -137,8 +146,8 @@ impl Encoder {
                 .extra_keys
                 .as_ref()
                 .map(|blocks| blocks.iter().map(|keys| wire_keys(keys)).collect()),
-            group_idx: stored.group,
-            kv_cache_spec_kind: stored.kind.name(),
+            group_idx: self.names_group(stored.medium).then_some(stored.group),
+            kv_cache_spec_kind: self.names_group(stored.medium).then(|| stored.kind.name()),
             kv_cache_spec_sliding_window: match stored.kind {
                 GroupKind::FullAttention => None,
                 GroupKind::SlidingWindow(window) => Some(window),
@@ -185,6 +194,7 @@ mod tests {
             rank: 1,
             hash_mode,
             loras: vec!["adapter".into()].into(),
+            lmcache: false,
         }
     }
 

@@ -75,6 +75,7 @@ impl Engine {
             rank: u32::try_from(rank)?,
             hash_mode: HashMode::Int,
             loras: Loras::default(),
+            lmcache: false,
         };
         let payload = encoder.encode(0.0, &[CacheEvent::Stored(stored)])?;
         Ok((tokens, payload))

@@ -62,6 +62,7 @@ impl Life {
                 rank: 0,
                 hash_mode,
                 loras: vec!["adapter".into()].into(),
+                lmcache: false,
             },
             buffer: 10_000,
             told,

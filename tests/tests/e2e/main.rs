@@ -63,6 +63,7 @@ mod steady;
 mod strange_events;
 mod tiers;
 mod tls;
+mod trtllm;
 mod unix_socket;
 mod windows;
 mod without_events;

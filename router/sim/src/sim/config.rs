@@ -20,6 +20,8 @@ pub struct EngineConfig {
     pub max_model_len: usize,
     /// Blocks of the CPU tier; 0 for none.
     pub cpu_blocks: u32,
+    /// Blocks in a chunk of the CPU tier. A hit there needs whole chunks from the first one on.
+    pub cpu_chunk_blocks: usize,
     /// KV-cache groups in the engine's order. Exactly one is full attention, and only that one
     /// occupies blocks; the others exist in the events, and limit hits.
     pub groups: Vec<GroupKind>,
@@ -49,6 +51,7 @@ impl EngineConfig {
             max_num_seqs: 256,
             max_model_len: usize::MAX,
             cpu_blocks: 0,
+            cpu_chunk_blocks: 1,
             groups: vec![GroupKind::FullAttention],
             life: 0,
             events: EventMode::Published,

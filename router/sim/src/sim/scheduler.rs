@@ -317,8 +317,12 @@ impl Cache {
         let mut gpu: Vec<u32> = keys.iter().map_while(|&key| self.pool.find(key)).collect();
         gpu.truncate(self.journal.resume_point(&keys[..gpu.len()]));
         let cpu = self.offload.as_ref().map_or(0, |offload| {
-            let behind = keys[gpu.len()..].iter();
-            behind.take_while(|&&key| offload.holds(key)).count()
+            let chunk = config.cpu_chunk_blocks.max(1);
+            // Chunks before the end of what the GPU has are held, too, or there is no hit.
+            let from = if chunk == 1 { gpu.len() } else { 0 };
+            let held = keys[from..].iter().take_while(|&&key| offload.holds(key));
+            let end = (from + held.count()) / chunk * chunk;
+            end.saturating_sub(gpu.len())
         });
         Hit { gpu, cpu }
     }

@@ -24,6 +24,9 @@ pub(crate) enum Events {
 pub(crate) enum EngineKind {
     Vllm,
     Sglang,
+    Trtllm,
+    /// vLLM with LMCache behind it.
+    Lmcache,
 }
 
 impl Form {
@@ -44,9 +47,22 @@ impl Form {
         if self.events == Events::None {
             flags.push("--no-events".to_owned());
         }
-        if self.engine == EngineKind::Sglang {
-            flags.push("--form=sglang".to_owned());
-        }
+        let of_engine: &[&str] = match self.engine {
+            EngineKind::Vllm => &[],
+            EngineKind::Sglang => &["--form=sglang"],
+            EngineKind::Trtllm => &["--form=trtllm"],
+            EngineKind::Lmcache => &["--lmcache", "--cpu-blocks=2000"],
+        };
+        flags.extend(strings(of_engine));
         flags
+    }
+
+    /// Facts that the engine's events do not show.
+    pub(super) const fn assumed(self) -> &'static [&'static str] {
+        match self.engine {
+            EngineKind::Vllm | EngineKind::Sglang => &[],
+            EngineKind::Trtllm => &["no-extra-keys", "plain-lookup"],
+            EngineKind::Lmcache => &["no-extra-keys", "no-lora"],
+        }
     }
 }

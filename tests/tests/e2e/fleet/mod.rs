@@ -227,7 +227,10 @@ impl Fleet {
                 None => String::new(),
             });
             let (url, ranks) = (text(&spec["url"]), setup.ranks);
-            let worker = format!("{url}{},ranks={ranks}", parts.concat());
+            let assumed = Form::of(index, self.flags.forms).assumed();
+            let assumed = assumed.iter().map(|what| format!(",assume={what}"));
+            let assumed: String = assumed.collect();
+            let worker = format!("{url}{},ranks={ranks}{assumed}", parts.concat());
             arguments.extend(["--worker".to_owned(), worker]);
         }
         let log = self.place.path("router.log");
@@ -250,7 +253,10 @@ impl Fleet {
         let (url, id) = (engine.process.base(), worker_name(index));
         let form = Form::of(index, self.flags.forms);
         match (form.events, form.engine) {
-            (Events::Published, EngineKind::Vllm) => json!({
+            (Events::Published, EngineKind::Trtllm) => json!({
+                "url": url, "id": id, "kv": format!("{url}/kv_cache_events"),
+            }),
+            (Events::Published, EngineKind::Vllm | EngineKind::Lmcache) => json!({
                 "url": url, "id": id,
                 "kv": endpoint(engine.kv), "replay": endpoint(engine.replay),
             }),

@@ -12,8 +12,8 @@ use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
-    Access, Company, Engines, Fleet, INDEXER, Links, Proxy, cluster, router_ports, signal, strings,
-    text, worker_name,
+    Access, Company, Engines, Fleet, Form, INDEXER, Links, Proxy, cluster, router_ports, signal,
+    strings, text, worker_name,
 };
 use crate::nats_server::NatsServer;
 
@@ -304,6 +304,9 @@ impl Fleet {
             if let Some(endpoint) = spec.get(key) {
                 arguments.extend([flag.to_owned(), text(endpoint)]);
             }
+        }
+        for what in Form::of(index, self.flags.forms).assumed() {
+            arguments.extend(strings(&["--assume", what]));
         }
         arguments.extend(self.placed(self.flags.shim));
         if index + 1 == setup.count {
