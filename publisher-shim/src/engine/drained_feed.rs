@@ -35,7 +35,7 @@ const READ_EVERY: Duration = Duration::from_millis(50);
 /// Pause after a failed read.
 const RETRY: Duration = Duration::from_secs(1);
 /// An answer without events takes this long where the route waits for some. In the versions that
-/// wait, the engine's HTTP does nothing else meanwhile.
+/// wait, the engine's HTTP does nothing else until then.
 const WAITED: Duration = Duration::from_millis(1500);
 /// Such answers in a row that show it: a busy engine may be late.
 const WAITED_READS: u32 = 3;
@@ -257,7 +257,7 @@ pub struct DrainedFeed {
     is_connected: bool,
     /// As of the connection.
     failures: u64,
-    /// Of the next payload.
+    /// The position of the next payload.
     position: u64,
     replay: Option<PendingReplay>,
 }

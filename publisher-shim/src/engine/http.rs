@@ -40,7 +40,7 @@ const RANK_HEADER: &str = "X-data-parallel-rank";
 const KEY_BYTES_MAX: u64 = 64 << 10;
 /// More than any `/metrics` or model list.
 const BODY_BYTES_MAX: usize = 8 << 20;
-/// Of an answer with cache events, which has 60 bytes for a token.
+/// Bound of an answer with cache events, which has 60 bytes for a token.
 const EVENTS_BYTES_MAX: usize = 128 << 20;
 const EVENTS_DEADLINE: Duration = Duration::from_secs(10);
 

@@ -56,8 +56,8 @@ impl NumberedEvent<'_> {
         self.attention_dp_rank.unwrap_or(0)
     }
 
-    const fn window(&self) -> Window {
-        Window {
+    const fn window(&self) -> BlockWindow {
+        BlockWindow {
             tokens: self.window_size,
             layers: self.layer_group_id,
         }
@@ -136,7 +136,7 @@ impl TryFrom<Value> for BlockHash {
 
 /// Blocks that are allocated and removed together.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Window {
+struct BlockWindow {
     tokens: Option<i64>,
     layers: Option<i64>,
 }
@@ -158,9 +158,9 @@ pub(super) struct Translator {
     rank: u32,
     block_size: Option<usize>,
     /// By group.
-    windows: Vec<Window>,
+    windows: Vec<BlockWindow>,
     places: HashMap<(u32, u64), Place>,
-    waiting: VecDeque<(EngineSeq, Window, EventData)>,
+    waiting: VecDeque<(EngineSeq, BlockWindow, EventData)>,
 }
 
 impl Translator {
@@ -225,7 +225,7 @@ impl Translator {
         encoded.unwrap_or_default().into()
     }
 
-    fn wire_events(&mut self, window: Window, data: EventData) -> Vec<WireEvent> {
+    fn wire_events(&mut self, window: BlockWindow, data: EventData) -> Vec<WireEvent> {
         let group = self.group(window);
         match data {
             EventData::Created {} => Vec::new(),
@@ -246,7 +246,7 @@ impl Translator {
         }
     }
 
-    fn group(&mut self, window: Window) -> u32 {
+    fn group(&mut self, window: BlockWindow) -> u32 {
         let known = self.windows.iter().position(|known| *known == window);
         let group = known.unwrap_or_else(|| {
             self.windows.push(window);
@@ -256,7 +256,7 @@ impl Translator {
     }
 
     fn kind(&self, group: u32) -> String {
-        let tokens = |window: &Window| window.tokens.unwrap_or(i64::MAX);
+        let tokens = |window: &BlockWindow| window.tokens.unwrap_or(i64::MAX);
         let own = self.windows.get(group as usize).map_or(i64::MAX, tokens);
         let largest = self.windows.iter().map(tokens).max();
         if largest.is_none_or(|largest| own == largest) {

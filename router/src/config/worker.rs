@@ -25,7 +25,7 @@ pub struct WorkerSpec {
     /// `http[s]://host:port[/path]`, without a trailing slash.
     pub url: String,
     /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). `None`:
-    /// queried from the engine's `/kv_event_sources`. Of TensorRT-LLM: a route of its HTTP.
+    /// queried from the engine's `/kv_event_sources`. TensorRT-LLM has a route of its HTTP.
     pub kv: Option<String>,
     /// Where the engine replays its KV events.
     pub replay: Option<String>,

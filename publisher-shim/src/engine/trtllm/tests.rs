@@ -282,7 +282,12 @@ fn blocks_of_one_store_may_be_in_several_levels() {
 #[test]
 fn a_block_counts_if_every_window_holds_it() {
     let mut follower = Follower::new();
-    let of_window = |number: u64, tokens: i64, data: Value| json!({"event_id": number, "window_size": tokens, "data": data});
+    let of_window = |number: u64, tokens: i64, data: Value| {
+        let event = json!({"event_id": number, "window_size": tokens});
+        let mut event = event.as_object().cloned().unwrap();
+        event.insert("data".to_owned(), data);
+        Value::from(event)
+    };
     let created = json!({"type": "created", "num_blocks_per_cache_level": [9]});
     let two = json!({"type": "stored", "parent_hash": null,
         "blocks": [block(1, 0..SIZE), block(2, 4..8)]});
