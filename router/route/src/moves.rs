@@ -5,7 +5,8 @@
 //! the same source, and the later request waits for the prefill of the earlier one. The router of
 //! the later request receives the earlier choice a moment after its own. Then it decides again
 //! ([`Core::reconsider`](super::Core::reconsider)) and moves the request if another source is
-//! cheaper by more than a margin. A move costs the delay instead of the prefill.
+//! cheaper by more than a margin. A move costs the delay and what the engine
+//! has computed, instead of the prefill.
 //!
 //! **Order of choices** needs no common clock: a message that took `delay` was decided `delay`
 //! before its arrival. Only a choice that was made before the own one causes a second decision.

@@ -1,10 +1,11 @@
 //! Results of the checks at a worker's registration: its tokens and blocks are the router's.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
 use crate::openai::PromptRoute;
+use crate::tokenize::parity::ProbePath;
 use crate::tokenizers::TokenizerVersion;
 
 /// The name of the check without which a worker's images have no credit.
@@ -132,6 +133,29 @@ impl TokenChecks {
             ("messages", messages),
             ("messages_with_tools", messages_with_tools),
         ]
+    }
+
+    /// The checks that one route of an engine is asked for.
+    pub(crate) fn of_path(&mut self, path: ProbePath) -> Vec<&mut CheckResult> {
+        match path {
+            ProbePath::Tokenize => {
+                vec![&mut self.chat, &mut self.chat_with_tools, &mut self.text]
+            }
+            ProbePath::RenderChat => vec![&mut self.rendered_chat],
+            ProbePath::RenderResponses => vec![&mut self.responses],
+            ProbePath::RenderMessages => {
+                vec![&mut self.messages, &mut self.messages_with_tools]
+            }
+        }
+    }
+
+    /// The routes with a check that is not done.
+    pub(crate) fn open_paths(mut self) -> BTreeSet<ProbePath> {
+        let is_open = |path: &ProbePath| {
+            let mut checks = self.of_path(*path).into_iter();
+            checks.any(|check| *check == CheckResult::Pending)
+        };
+        ProbePath::ALL.into_iter().filter(is_open).collect()
     }
 
     /// The check by which an engine is known to render prompts of this route; `None`: it renders no

@@ -68,7 +68,8 @@ enum TokenizeAnswer {
     Tokens(parity::ProbeAnswer),
     /// The engine has no such route.
     NoRoute,
-    /// No usable answer: 401, 403, 429, 5xx, other JSON, or no connection.
+    /// No usable answer: 401, 403, 429, 5xx, other JSON, or no connection; of a render route, only
+    /// statuses that pass.
     Unavailable,
 }
 
@@ -180,10 +181,15 @@ impl RegistrationChecker {
                 .cloned();
             let checks = match (loaded, shared) {
                 (Some(_), Some(shared)) => shared,
-                (Some(loaded), None) => ModelChecks {
-                    tokenizer: version,
-                    tokens: self.compare_twice(loaded, model, worker).await,
-                },
+                (Some(loaded), None) => {
+                    let known = worker.checks.models.get(model);
+                    let known = known.filter(|known| known.tokenizer == version);
+                    let known = known.map(|known| known.tokens.clone()).unwrap_or_default();
+                    ModelChecks {
+                        tokenizer: version,
+                        tokens: self.compare_open(loaded, model, worker, known).await,
+                    }
+                }
                 (None, _) => ModelChecks {
                     tokenizer: None,
                     tokens: TokenChecks::all(&without_tokenizer(table.get(model))),
@@ -194,19 +200,26 @@ impl RegistrationChecker {
         checked
     }
 
-    /// A difference is confirmed by a second comparison: midnight may pass between the two renderings
-    /// of a template with a date.
-    async fn compare_twice(
+    /// Completes the checks that are not done. A difference is confirmed by a second comparison:
+    /// midnight may pass between the two renderings of a template with a date.
+    async fn compare_open(
         &self,
         loaded: &Arc<LoadedTokenizer>,
         model: &str,
         worker: &FleetWorker,
+        mut known: TokenChecks,
     ) -> TokenChecks {
-        let first = self.compare(loaded, model, worker).await;
-        if first.named().iter().any(|(_, result)| result.is_failure()) {
-            return self.compare(loaded, model, worker).await;
+        let open = known.clone().open_paths();
+        let mut found = self.compare(loaded, model, worker, &open).await;
+        if found.named().iter().any(|(_, result)| result.is_failure()) {
+            found = self.compare(loaded, model, worker, &open).await;
         }
-        first
+        for path in open {
+            for (known, found) in known.of_path(path).into_iter().zip(found.of_path(path)) {
+                found.clone_into(known);
+            }
+        }
+        known
     }
 
     async fn compare(
@@ -214,6 +227,7 @@ impl RegistrationChecker {
         loaded: &Arc<LoadedTokenizer>,
         model: &str,
         worker: &FleetWorker,
+        paths: &BTreeSet<ProbePath>,
     ) -> TokenChecks {
         let (loaded, model) = (Arc::clone(loaded), model.to_owned());
         let probes = move || parity::probes(&loaded.tokenizer, &model, civil_now());
@@ -221,9 +235,10 @@ impl RegistrationChecker {
             return TokenChecks::all(&CheckResult::failed("the router's tokenizer failed"));
         };
         let mut verdicts = Vec::with_capacity(probes.len());
-        let mut unanswered = BTreeSet::new();
+        let mut is_unanswered = false;
         for probe in probes {
-            if unanswered.contains(&probe.path) {
+            // One unanswered probe of a render route is enough: a busy engine may answer late.
+            if !paths.contains(&probe.path) || is_unanswered && probe.path != ProbePath::Tokenize {
                 continue;
             }
             let verdict = match self.ask(worker, probe.path, probe.body).await {
@@ -237,17 +252,18 @@ impl RegistrationChecker {
                 // Engines without render routes are not asked again.
                 TokenizeAnswer::NoRoute => continue,
                 TokenizeAnswer::Unavailable => {
-                    unanswered.insert(probe.path);
+                    is_unanswered = true;
                     continue;
                 }
             };
             verdicts.push((probe.name, probe.kind, verdict));
         }
-        let mut checks = token_checks(&verdicts);
-        for path in unanswered {
-            set_pending(&mut checks, path);
+        let checks = token_checks(&verdicts);
+        if is_unanswered {
+            with_pending_renders(checks)
+        } else {
+            checks
         }
-        checks
     }
 
     /// Reads the roots of the worker's models, by which `models_dir` is searched. Without an answer
@@ -294,6 +310,11 @@ impl RegistrationChecker {
                 _,
             )) => TokenizeAnswer::NoRoute,
             Some((status, body)) => match parity::read_answer(status.as_u16(), &body) {
+                parity::ProbeAnswer::Unusable
+                    if path != ProbePath::Tokenize && !is_passing(status) =>
+                {
+                    TokenizeAnswer::NoRoute
+                }
                 parity::ProbeAnswer::Unusable => {
                     let worker = &worker.entry.worker;
                     let path = path.as_str();
@@ -327,17 +348,23 @@ fn without_tokenizer(entry: Option<&ModelTokenizer>) -> CheckResult {
     }
 }
 
-/// A render route that gave no usable answer is asked again, unless it has shown a difference.
-fn set_pending(checks: &mut TokenChecks, path: ProbePath) {
-    let of_path: &mut [&mut CheckResult] = match path {
-        ProbePath::Tokenize => &mut [],
-        ProbePath::RenderChat => &mut [&mut checks.rendered_chat],
-        ProbePath::RenderResponses => &mut [&mut checks.responses],
-        ProbePath::RenderMessages => &mut [&mut checks.messages, &mut checks.messages_with_tools],
-    };
-    for check in of_path.iter_mut().filter(|check| !check.is_failure()) {
-        **check = CheckResult::Pending;
+/// Render routes of which one gave no answer are asked again, unless they have shown a difference.
+fn with_pending_renders(mut checks: TokenChecks) -> TokenChecks {
+    let renders = ProbePath::ALL
+        .into_iter()
+        .filter(|path| *path != ProbePath::Tokenize);
+    for path in renders {
+        let open = checks.of_path(path).into_iter();
+        for check in open.filter(|check| !check.is_failure()) {
+            *check = CheckResult::Pending;
+        }
     }
+    checks
+}
+
+/// Whether a render route with this status may answer later. Others are as without the route.
+const fn is_passing(status: StatusCode) -> bool {
+    matches!(status.as_u16(), 429 | 502..=504)
 }
 
 /// The checks of token ids by the verdicts on named probes.

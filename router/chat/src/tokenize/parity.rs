@@ -31,6 +31,13 @@ pub enum ProbePath {
 }
 
 impl ProbePath {
+    pub const ALL: [Self; 4] = [
+        Self::Tokenize,
+        Self::RenderChat,
+        Self::RenderResponses,
+        Self::RenderMessages,
+    ];
+
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Tokenize => "/tokenize",

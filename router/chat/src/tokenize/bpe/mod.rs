@@ -2,8 +2,8 @@
 //! is split into words, and each word is looked up or merged. It is exact by construction for the
 //! definitions that it accepts, and compared with the reference as a check (ADR 18).
 //!
-//! Unlike the reference it needs no memory beyond the ids, works on any part of a text between two
-//! seams, and does bounded work for each byte.
+//! Unlike the reference it needs no memory beyond the ids and bounded tables of words, works on any
+//! part of a text between two seams, and does bounded work for each byte.
 
 mod char_classes;
 mod merge;

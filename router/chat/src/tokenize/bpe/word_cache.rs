@@ -1,5 +1,8 @@
 //! The tokens of short words that were encoded lately: most words of a text occur again, in it or in
 //! the next one. Whole words are compared, so that a word never gets another one's tokens.
+//!
+//! Unlike cached segments it has no scopes: the time of one lookup, of one word, says nothing over a
+//! network.
 
 use std::hash::{Hash as _, Hasher as _};
 use std::sync::{Mutex, MutexGuard};
@@ -49,6 +52,9 @@ fn slot_of(word: &[u8]) -> usize {
 impl WordTable {
     /// The ids of a word that was kept.
     pub(super) fn get(&self, word: &[u8]) -> Option<&[u32]> {
+        if word.len() > WORD_BYTES_MAX {
+            return None;
+        }
         let slot = self.slots.get(slot_of(word))?;
         let is_same = slot.word.get(..slot.word_len.into()) == Some(word);
         slot.ids
