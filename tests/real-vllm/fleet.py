@@ -137,6 +137,8 @@ class Engine:
         self.model, self.served = options.model, MODEL
         self.blocks = BLOCKS[options.form]
         self.flags, self.environment = [], {}
+        self.buffer_steps = BUFFER_STEPS
+        self.cpus = os.sched_getaffinity(0)
         self.process = None
         self.lives = 0
 
@@ -164,7 +166,7 @@ class Engine:
             # An endpoint without `*` would connect instead of binding.
             "endpoint": f"tcp://*:{self.kv_port}",
             "replay_endpoint": f"tcp://{HOST}:{self.replay_port}",
-            "buffer_steps": BUFFER_STEPS,
+            "buffer_steps": self.buffer_steps,
         }
         command = [
             *(self.options.python, "-m", "vllm.entrypoints.openai.api_server"),
@@ -199,6 +201,8 @@ class Engine:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             )
+        # Its children and threads inherit them.
+        os.sched_setaffinity(self.process.pid, self.cpus)
 
     def is_healthy(self):
         if self.process.poll() is not None:

@@ -70,9 +70,9 @@ class Part:
 
 
 class Router(Part):
-    def __init__(self, name, arguments, options):
+    def __init__(self, name, arguments, options, more_settings=""):
         settings = options.logs / "router.toml"
-        settings.write_text(SETTINGS.format(model=OTHER_MODEL, tokenizer=options.other_model))
+        settings.write_text(more_settings + SETTINGS.format(model=OTHER_MODEL, tokenizer=options.other_model))
         command = [options.router, "--host", HOST, "--port", "0", "--admin-port", "0", "--config", str(settings)]
         super().__init__(name, [*command, "--tokenizer", options.model, *arguments], options)
         self.admin_port = self.said["admin_port"]
@@ -106,8 +106,8 @@ def is_listening(port):
 class Embedded:
     """One router with everything inside."""
 
-    def __init__(self, engines, options, name="router"):
-        self.router = Router(name, [], options)
+    def __init__(self, engines, options, name="router", arguments=(), more_settings=""):
+        self.router = Router(name, arguments, options, more_settings)
         try:
             for engine in engines:
                 self.add(engine)

@@ -18,6 +18,9 @@ pub struct EngineProfile {
     pub step_ms_per_sequence: f64,
     /// Step time of any step.
     pub step_overhead_ms: f64,
+    /// Whether a step is scheduled while the one before runs, which vLLM does by default.
+    #[serde(default)]
+    pub async_scheduling: bool,
     /// Tokens of the KV cache; `None` if the recording does not show them.
     #[serde(default)]
     pub cache_tokens: Option<u32>,
@@ -93,6 +96,7 @@ impl EngineProfile {
             itl_per_sequence: millis(self.step_ms_per_sequence),
             step_overhead: millis(self.step_overhead_ms),
             load_tokens_per_sec: 0.0,
+            async_scheduling: self.async_scheduling,
         }
     }
 }

@@ -52,6 +52,10 @@ struct SourceActivity {
     computed: Vec<(f64, f64)>,
 }
 
+/// Steps that a prompt waits beyond the rest of the current one, from which on the engine schedules
+/// ahead. Below 1, because the network and the router's own time count too.
+const STEPS_AHEAD_MIN: f64 = 0.75;
+
 /// Coefficients in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct StepCosts {
@@ -60,6 +64,8 @@ struct StepCosts {
     each: f64,
     per_token: f64,
     overhead: f64,
+    /// Steps that a prompt waits beside running sequences, beyond the rest of the current one.
+    ahead: f64,
 }
 
 impl Samples {
@@ -147,6 +153,7 @@ impl Samples {
             step_ms: step * 1000.0,
             step_ms_per_sequence: times.each * 1000.0,
             step_overhead_ms: times.overhead * 1000.0,
+            async_scheduling: times.ahead > STEPS_AHEAD_MIN,
             cache_tokens,
         };
         profile.check()?;
@@ -162,13 +169,13 @@ impl Samples {
             base,
             each,
             per_token,
-            overhead: 0.0,
+            ..StepCosts::default()
         };
         for _ in 0..ROUNDS {
             let rows = alone
                 .iter()
                 .map(|&(served, running)| first_token_row(served, running, times));
-            [times.per_token, times.overhead] = fit(&rows.collect::<Vec<_>>());
+            [times.per_token, times.overhead, times.ahead] = fit(&rows.collect::<Vec<_>>());
             times.overhead = times.overhead.min(times.base + times.each);
             let rows = decode.iter().map(|&([gaps, running, prefill], secs)| {
                 ([gaps, running], secs - times.per_token * prefill)
@@ -241,16 +248,18 @@ impl SourceActivity {
     }
 }
 
-/// Time to the first token over uncached tokens and, of an idle engine, steps. Where sequences run,
-/// the steps' time is known, and half a step passes until the request's own begins.
-fn first_token_row(served: ServedRequest, running: f64, times: StepCosts) -> ([f64; 2], f64) {
+/// Time to the first token over uncached tokens, steps of an idle engine, and the time of a step
+/// that is waited for. Where sequences run, the steps' time is known, and half a step passes until
+/// the next one begins.
+fn first_token_row(served: ServedRequest, running: f64, times: StepCosts) -> ([f64; 3], f64) {
     let steps = (served.uncached / STEP_TOKENS).ceil();
     let secs = served.first - served.arrived;
     if running > 0.0 {
         let step = times.base + times.each * running;
-        ([served.uncached, 0.0], secs - (steps + 0.5) * step)
+        let row = [served.uncached, 0.0, step];
+        (row, secs - (steps + 0.5) * step)
     } else {
-        ([served.uncached, steps], secs)
+        ([served.uncached, steps, 0.0], secs)
     }
 }
 

@@ -97,6 +97,7 @@ fn known() -> EngineProfile {
         step_ms: 12.0,
         step_ms_per_sequence: 0.4,
         step_overhead_ms: 3.0,
+        async_scheduling: false,
         cache_tokens: Some(49_152),
     }
 }
@@ -104,8 +105,11 @@ fn known() -> EngineProfile {
 /// Within 2 % for the prefill rate and a step, 5 % for what a sequence adds, 10 % for the cache.
 #[test]
 fn a_fit_recovers_the_profile_of_a_simulated_engine() {
-    let wanted = known();
-    for rate in [0.5, 2.0] {
+    for (rate, async_scheduling) in [(0.5, false), (2.0, false), (0.5, true), (2.0, true)] {
+        let wanted = EngineProfile {
+            async_scheduling,
+            ..known()
+        };
         let recording = recorded(&wanted, rate);
         let (found, report) = fit(&recording, &args(), epoch()).unwrap();
         assert!(report.contains("hit rate"), "{report}");
@@ -123,6 +127,7 @@ fn a_fit_recovers_the_profile_of_a_simulated_engine() {
         let step = |of: &EngineProfile| of.step_ms + of.step_overhead_ms;
         near(step(&found), step(&wanted), 0.02);
         near(found.step_ms_per_sequence, wanted.step_ms_per_sequence, 0.1);
+        assert_eq!(found.async_scheduling, async_scheduling, "at {rate}/s");
         near(found.cache_tokens.unwrap().into(), 49_152.0, 0.1);
     }
 }

@@ -17,6 +17,9 @@ pub struct TimingProfile {
     pub step_overhead: Duration,
     /// Tokens per second copied from a lower tier; 0 means instantly.
     pub load_tokens_per_sec: f64,
+    /// Whether a step is scheduled when the one before begins, as vLLM's `--async-scheduling` does:
+    /// a request then waits for one step more. The model's driver implements it.
+    pub async_scheduling: bool,
 }
 
 /// Work of one step.
@@ -41,6 +44,7 @@ impl TimingProfile {
         itl_per_sequence: Duration::ZERO,
         step_overhead: Duration::ZERO,
         load_tokens_per_sec: 0.0,
+        async_scheduling: false,
     };
 
     /// An 8-billion-parameter model on one large accelerator.
@@ -50,6 +54,7 @@ impl TimingProfile {
         itl_per_sequence: Duration::from_micros(60),
         step_overhead: Duration::from_micros(1_000),
         load_tokens_per_sec: 150_000.0,
+        async_scheduling: false,
     };
 
     /// A 70-billion-parameter model on four large accelerators.
@@ -59,6 +64,7 @@ impl TimingProfile {
         itl_per_sequence: Duration::from_micros(150),
         step_overhead: Duration::from_micros(1_500),
         load_tokens_per_sec: 80_000.0,
+        async_scheduling: false,
     };
 
     /// Ten times `GPU_8B`'s speed, for demonstrations and tests in real time.
@@ -68,6 +74,7 @@ impl TimingProfile {
         itl_per_sequence: Duration::from_micros(5),
         step_overhead: Duration::from_micros(100),
         load_tokens_per_sec: 1_500_000.0,
+        async_scheduling: false,
     };
 
     /// Names for `by_name`.
@@ -135,6 +142,7 @@ mod tests {
             itl_per_sequence: Duration::from_millis(1),
             step_overhead: Duration::from_millis(2),
             load_tokens_per_sec: 10_000.0,
+        async_scheduling: false,
         };
         let check = |prefill_tokens, decode_sequences, loaded_tokens, millis| {
             let work = StepWork {

@@ -122,6 +122,8 @@ struct SimWorker {
     /// Result of the step in progress.
     step: StepOutcome,
     is_stepping: bool,
+    /// With asynchronous scheduling: result of the step after it.
+    next: Option<StepOutcome>,
     flights: FxHashMap<RequestId, InFlight>,
 }
 
@@ -221,6 +223,7 @@ fn worker(setup: &FleetSetup, number: usize) -> SimWorker {
         mirror: EngineMirror::default(),
         step: StepOutcome::default(),
         is_stepping: false,
+        next: None,
         flights: FxHashMap::default(),
     }
 }
@@ -362,14 +365,21 @@ impl SimWorld<'_> {
         Ok(())
     }
 
-    /// Starts a step of an idle engine that has requests.
+    /// Starts a step of an idle engine: the one that is scheduled, or one of its requests.
     fn begin_step(&mut self, worker: usize) {
         let at = &mut self.workers[worker];
-        if at.is_stepping || !at.engine.has_requests() {
+        if at.is_stepping {
             return;
         }
-        at.engine.step_into(&mut at.step);
+        match at.next.take() {
+            Some(next) => at.step = next,
+            None if at.engine.has_requests() => at.engine.step_into(&mut at.step),
+            None => return,
+        }
         at.is_stepping = true;
+        if self.setup.engine.profile.async_scheduling && at.engine.has_requests() {
+            at.next = Some(at.engine.step());
+        }
         let slow = self.setup.slow;
         let takes = if worker == 0 && self.now < slow.until {
             at.step.duration.mul_f64(slow.times)
