@@ -132,13 +132,15 @@ fn report(samples: &Samples, profile: &EngineProfile, simulated: &Figures) -> St
         step_ms_per_sequence: each,
         step_overhead_ms: overhead,
         async_scheduling,
+        request_ms: outside,
         ..
     } = profile;
     let scheduling = if *async_scheduling { "; asynchronous scheduling" } else { "" };
     let mut lines = vec![
         format!("{samples}"),
         format!("prefill {rate:.0} tokens/s; steps of {step:.3} ms, {each:.4} ms more for each"),
-        format!("further sequence, {overhead:.3} ms of overhead{scheduling}; {cache}"),
+        format!("further sequence, {overhead:.3} ms of overhead; {outside:.3} ms outside the engine"),
+        format!("{cache}{scheduling}"),
         String::new(),
         format!(
             "{:<16}{:>12}{:>12}{:>9}",

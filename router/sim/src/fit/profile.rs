@@ -21,6 +21,9 @@ pub struct EngineProfile {
     /// Whether a step is scheduled while the one before runs, which vLLM does by default.
     #[serde(default)]
     pub async_scheduling: bool,
+    /// Time of each answer outside the engine.
+    #[serde(default)]
+    pub request_ms: f64,
     /// Tokens of the KV cache; `None` if the recording does not show them.
     #[serde(default)]
     pub cache_tokens: Option<u32>,
@@ -67,6 +70,7 @@ impl EngineProfile {
                 STEP_MS_MAX,
             ),
             ("step_overhead_ms", self.step_overhead_ms, 0.0, STEP_MS_MAX),
+            ("request_ms", self.request_ms, 0.0, STEP_MS_MAX),
             ("cache_tokens", cache, 1.0, 1e9),
         ] {
             if !(min..=max).contains(&value) {
@@ -97,6 +101,7 @@ impl EngineProfile {
             step_overhead: millis(self.step_overhead_ms),
             load_tokens_per_sec: 0.0,
             async_scheduling: self.async_scheduling,
+            request_latency: millis(self.request_ms),
         }
     }
 }

@@ -64,6 +64,8 @@ struct StepCosts {
     each: f64,
     per_token: f64,
     overhead: f64,
+    /// Beyond the step of an idle engine's first token.
+    request: f64,
     /// Steps that a prompt waits beside running sequences, beyond the rest of the current one.
     ahead: f64,
 }
@@ -153,6 +155,7 @@ impl Samples {
             step_ms: step * 1000.0,
             step_ms_per_sequence: times.each * 1000.0,
             step_overhead_ms: times.overhead * 1000.0,
+            request_ms: times.request * 1000.0,
             async_scheduling: times.ahead > STEPS_AHEAD_MIN,
             cache_tokens,
         };
@@ -176,7 +179,9 @@ impl Samples {
                 .iter()
                 .map(|&(served, running)| first_token_row(served, running, times));
             [times.per_token, times.overhead, times.ahead] = fit(&rows.collect::<Vec<_>>());
-            times.overhead = times.overhead.min(times.base + times.each);
+            let idle = times.overhead;
+            times.overhead = idle.min(times.base + times.each);
+            times.request = idle - times.overhead;
             let rows = decode.iter().map(|&([gaps, running, prefill], secs)| {
                 ([gaps, running], secs - times.per_token * prefill)
             });
@@ -257,7 +262,7 @@ fn first_token_row(served: ServedRequest, running: f64, times: StepCosts) -> ([f
     if running > 0.0 {
         let step = times.base + times.each * running;
         let row = [served.uncached, 0.0, step];
-        (row, secs - (steps + 0.5) * step)
+        (row, secs - times.request - (steps + 0.5) * step)
     } else {
         ([served.uncached, steps, 0.0], secs)
     }

@@ -98,6 +98,7 @@ fn known() -> EngineProfile {
         step_ms_per_sequence: 0.4,
         step_overhead_ms: 3.0,
         async_scheduling: false,
+        request_ms: 0.0,
         cache_tokens: Some(49_152),
     }
 }

@@ -20,6 +20,9 @@ pub struct TimingProfile {
     /// Whether a step is scheduled when the one before begins, as vLLM's `--async-scheduling` does:
     /// a request then waits for one step more. The model's driver implements it.
     pub async_scheduling: bool,
+    /// Time that each answer takes outside the engine: network, HTTP server, tokenizer. The model's
+    /// driver adds it.
+    pub request_latency: Duration,
 }
 
 /// Work of one step.
@@ -45,6 +48,7 @@ impl TimingProfile {
         step_overhead: Duration::ZERO,
         load_tokens_per_sec: 0.0,
         async_scheduling: false,
+        request_latency: Duration::ZERO,
     };
 
     /// An 8-billion-parameter model on one large accelerator.
@@ -55,6 +59,7 @@ impl TimingProfile {
         step_overhead: Duration::from_micros(1_000),
         load_tokens_per_sec: 150_000.0,
         async_scheduling: false,
+        request_latency: Duration::ZERO,
     };
 
     /// A 70-billion-parameter model on four large accelerators.
@@ -65,6 +70,7 @@ impl TimingProfile {
         step_overhead: Duration::from_micros(1_500),
         load_tokens_per_sec: 80_000.0,
         async_scheduling: false,
+        request_latency: Duration::ZERO,
     };
 
     /// Ten times `GPU_8B`'s speed, for demonstrations and tests in real time.
@@ -75,6 +81,7 @@ impl TimingProfile {
         step_overhead: Duration::from_micros(100),
         load_tokens_per_sec: 1_500_000.0,
         async_scheduling: false,
+        request_latency: Duration::ZERO,
     };
 
     /// Names for `by_name`.

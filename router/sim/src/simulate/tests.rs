@@ -3,9 +3,15 @@ use std::time::Duration;
 use clap::{Args as _, Command, FromArgMatches as _};
 
 use super::SimulateArgs;
+use super::arrivals::{ArrivalRate, Arrivals, TraceSlice};
+use super::capacity;
+use super::replicas::{BalancePolicy, RouterSetup};
 use super::report::simulate;
+use super::world::{self, FleetSetup, SlowWorker};
+use crate::sim::TimingProfile;
 use crate::trace::Trace;
-use warmroute_route::Policy;
+use warmroute_proto::BlockSize;
+use warmroute_route::{Knobs, Policy};
 
 const TOOLS: &str = include_str!("testdata/tools.jsonl");
 const AGENT: &str = include_str!("testdata/agent.jsonl");
@@ -286,4 +292,63 @@ fn sync_is_a_time_or_off() {
     for wrong in ["", "on", "-1", "nan", "1e99"] {
         assert!(wrong.parse::<SyncDelay>().is_err(), "{wrong}");
     }
+}
+
+/// Time to the first token of a prompt that arrives in the 91st step of another one's answer, 2 ms
+/// before its end.
+fn ttft_beside_an_answer(timing: TimingProfile) -> Duration {
+    let trace = r#"{"timestamp": 0, "input_length": 512, "output_length": 200, "hash_ids": [1]}
+{"timestamp": 1000, "input_length": 512, "output_length": 1, "hash_ids": [2]}"#;
+    let trace = Trace::parse(trace).unwrap();
+    let profile = TimingProfile {
+        itl: Duration::from_millis(10),
+        step_overhead: Duration::from_millis(1),
+        ..timing
+    };
+    let setup = FleetSetup {
+        workers: 1,
+        engine: capacity::engine(BlockSize::new(64).unwrap(), 65_536, profile),
+        replicas: RouterSetup {
+            routers: 1,
+            sync_delay: None,
+            balance: BalancePolicy::RoundRobin,
+            draw: 0,
+            knobs: Knobs::default(),
+        },
+        slow: SlowWorker::NONE,
+        event_delay: Duration::ZERO,
+        seed: 0,
+    };
+    let slice = TraceSlice {
+        requests: None,
+        seed: 0,
+    };
+    let arrivals = Arrivals::new(&trace, slice, ArrivalRate::Rate(2.0));
+    let outcome = world::run(&trace, arrivals, &setup, epoch()).unwrap();
+    let last = outcome.done().iter().max_by_key(|done| done.arrived);
+    last.unwrap().ttft
+}
+
+#[test]
+fn asynchronous_scheduling_costs_a_prompt_one_step_more() {
+    let step = Duration::from_millis(11);
+    let synchronous = ttft_beside_an_answer(TimingProfile::INSTANT);
+    assert_eq!(synchronous, Duration::from_millis(2) + step);
+    let ahead = TimingProfile {
+        async_scheduling: true,
+        ..TimingProfile::INSTANT
+    };
+    assert_eq!(ttft_beside_an_answer(ahead), synchronous + step);
+}
+
+#[test]
+fn the_latency_outside_an_engine_is_part_of_the_time_to_the_first_token() {
+    let request_latency = Duration::from_millis(4);
+    let outside = TimingProfile {
+        request_latency,
+        ..TimingProfile::INSTANT
+    };
+    let found = ttft_beside_an_answer(outside);
+    let inside = ttft_beside_an_answer(TimingProfile::INSTANT);
+    assert_eq!(found, inside + request_latency);
 }

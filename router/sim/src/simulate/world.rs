@@ -58,6 +58,11 @@ enum SimEvent {
     StepEnds {
         worker: usize,
     },
+    /// What a step produced is at its routers.
+    Reported {
+        worker: usize,
+        step: Box<StepOutcome>,
+    },
     Broadcast(Box<LoadBroadcast>),
     /// Messages that are not urgent are due.
     LazyDue {
@@ -233,6 +238,7 @@ impl SimWorld<'_> {
         match event {
             SimEvent::Arrival { request } => self.arrive(request)?,
             SimEvent::StepEnds { worker } => self.step_ends(worker)?,
+            SimEvent::Reported { worker, step } => self.report(worker, &step)?,
             SimEvent::Broadcast(broadcast) => self.receive(&broadcast)?,
             SimEvent::LazyDue { router } => self.release(router),
             SimEvent::Indexed { worker, changes } => self.index.apply(worker, &changes)?,
@@ -399,6 +405,20 @@ impl SimWorld<'_> {
             self.queue
                 .push(indexed, SimEvent::Indexed { worker, changes });
         }
+        let latency = self.setup.engine.profile.request_latency;
+        if latency.is_zero() {
+            self.report(worker, &step)?;
+            self.workers[worker].step = step;
+        } else {
+            let step = Box::new(step);
+            let reported = SimEvent::Reported { worker, step };
+            self.queue.push(self.now + latency, reported);
+        }
+        self.begin_step(worker);
+        Ok(())
+    }
+
+    fn report(&mut self, worker: usize, step: &StepOutcome) -> Result<(), SimulationError> {
         self.outcome.preemptions += step.preempted.len() as u64;
         for admitted in &step.admitted {
             // Moved requests are skipped.
@@ -427,8 +447,6 @@ impl SimWorld<'_> {
                 self.finished(&flight)?;
             }
         }
-        self.workers[worker].step = step;
-        self.begin_step(worker);
         Ok(())
     }
 
