@@ -94,10 +94,13 @@ impl Recorder {
         (Self { queue, shared }, task)
     }
 
+    pub(crate) fn runs(&self) -> bool {
+        self.shared.runs.load(Ordering::Relaxed)
+    }
+
     /// Begins a request's record; `None` if nothing is recorded.
     pub(crate) fn open(&self, prompt: &Arc<Prompt>) -> Option<RecordTicket> {
-        let runs = self.shared.runs.load(Ordering::Relaxed);
-        runs.then(|| RecordTicket {
+        self.runs().then(|| RecordTicket {
             recorder: self.clone(),
             prompt: Arc::clone(prompt),
         })

@@ -236,6 +236,7 @@ impl App {
             catalog: self.fleet.catalog(),
             tokenizers: Arc::clone(&tokenizers),
             policy: self.policy,
+            is_recorded: self.sinks.recorder.runs(),
             answer_models: self.answer_models(tenant.map(|tenant| tenant.name())),
             tenant: tenant.cloned(),
             now: civil_now(),
@@ -279,7 +280,9 @@ impl App {
         unhashed: Option<&'static str>,
     ) -> Option<IndexReply> {
         match unhashed {
-            None => self.query_index(prompt).await,
+            None if self.policy.reads_index() => self.query_index(prompt).await,
+            // Hashed for the recording only.
+            None => None,
             Some(reason) => {
                 self.metrics.unhashed(reason);
                 None

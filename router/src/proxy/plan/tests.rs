@@ -76,6 +76,7 @@ fn inputs() -> PlanInputs {
         catalog: Arc::new(catalog),
         tokenizers: Arc::default(),
         policy: Policy::Kv,
+        is_recorded: false,
         answer_models: Arc::new(|_| None),
         tenant: None,
         now: CivilTime::from_unix(0),
@@ -324,6 +325,20 @@ fn policies_that_use_no_caches_do_not_tokenize() {
             assert_eq!(plan.unhashed, Some("policy"));
             assert!(plan.prompt.blocks().is_empty());
         }
+    }
+}
+
+#[test]
+fn a_recording_has_the_blocks_of_policies_that_use_no_caches() {
+    for (policy, blocks) in [(Policy::RoundRobin, 2), (Policy::Approx, 0)] {
+        let inputs = PlanInputs {
+            policy,
+            is_recorded: true,
+            ..inputs()
+        };
+        let body = json!({"model": "m", "prompt": tokens(40)}).to_string();
+        let plan = plan(PromptRoute::Completions, body.as_bytes(), &inputs).unwrap();
+        assert_eq!(plan.prompt.blocks().len(), blocks);
     }
 }
 
