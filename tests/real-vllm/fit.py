@@ -117,9 +117,13 @@ def registered(router, engines):
     wait_for("the router knows the engines", done)
 
 
+def directory_of(policy, given):
+    return given.logs / f"recording-{policy.replace(', ', '-').replace(' ', '-')}"
+
+
 def record(policy, chats, engines, given):
     """The load under a policy, from empty caches. Gives the recording's directory."""
-    directory = given.logs / f"recording-{policy.replace(', ', '-').replace(' ', '-')}"
+    directory = directory_of(policy, given)
     shutil.rmtree(directory, ignore_errors=True)
     for engine in engines:
         wait_for("the reset", lambda port=engine.port: call(port, "POST", "/reset_prefix_cache")[0] == 200)
@@ -206,7 +210,7 @@ def options():
     parser.add_argument("--secs", type=float, default=200.0, help="length of the load of each policy")
     parser.add_argument("--blocks", type=int, default=561, help="KV blocks of an engine")
     parser.add_argument("--seed", type=int, default=1, help="another one is other traffic")
-    parser.add_argument("--compare-only", action="store_true", help="take the recordings of the last run")
+    parser.add_argument("--record", nargs="*", default=list(POLICIES), help="the policies to record; others are kept")
     return parser.parse_args()
 
 
@@ -232,7 +236,7 @@ def main():
     cpus = sorted(os.sched_getaffinity(0))
     engines = [engine("engine-a", cpus[0], given), engine("engine-b", cpus[1 % len(cpus)], given)]
     try:
-        if not given.compare_only:
+        if given.record:
             phase("starting two vLLM servers")
             for one in engines:
                 one.start()
@@ -242,12 +246,9 @@ def main():
             for one in engines:
                 offer(one.port, [(0.0, messages, tokens) for _, messages, tokens in chats[:8]])
             phase(f"the load: {given.rate} requests/s for {given.secs} s")
-            for policy in POLICIES:
+            for policy in given.record:
                 record(policy, chats, engines, given)
-        directories = {
-            policy: given.logs / f"recording-{policy.replace(', ', '-').replace(' ', '-')}" for policy in POLICIES
-        }
-        compare(directories, given)
+        compare({policy: directory_of(policy, given) for policy in POLICIES}, given)
     except Failed as failure:
         print(f"\nFAILED: {failure}\nlogs: {given.logs}", file=sys.stderr)
         return 1

@@ -1,13 +1,15 @@
 //! `warmroute-router trace fit`: the engine profile that explains a recording, and what a replay
 //! with it gives beside what was recorded.
 //!
-//! A step takes `overhead + prefill tokens / rate + step + (sequences − 1) × per sequence`. Two
-//! regressions find the four coefficients:
+//! A step takes `overhead + prefill tokens / rate + step + (sequences − 1) × per sequence`, and an
+//! answer a time outside the engine. Two regressions find the coefficients:
 //!
 //! - An answer's decode time is a sum of steps: of its gaps, of the sequences that ran beside it, and
 //!   of the prompts that were prefilled during it.
 //! - The first token of a prompt that no other prompt waits beside takes its own uncached tokens and,
-//!   where sequences run, half a step until its own begins.
+//!   where sequences run, half a step until its own begins; a whole step more shows asynchronous
+//!   scheduling. What an idle engine takes beyond its tokens is the overhead, as far as that is
+//!   less than a step, and else outside the engine.
 //!
 //! Pure.
 
@@ -135,11 +137,15 @@ fn report(samples: &Samples, profile: &EngineProfile, simulated: &Figures) -> St
         request_ms: outside,
         ..
     } = profile;
-    let scheduling = if *async_scheduling { "; asynchronous scheduling" } else { "" };
+    let scheduling = if *async_scheduling {
+        "; asynchronous scheduling"
+    } else {
+        ""
+    };
     let mut lines = vec![
         format!("{samples}"),
         format!("prefill {rate:.0} tokens/s; steps of {step:.3} ms, {each:.4} ms more for each"),
-        format!("further sequence, {overhead:.3} ms of overhead; {outside:.3} ms outside the engine"),
+        format!("further sequence, {overhead:.3} ms of overhead; {outside:.3} ms outside engines"),
         format!("{cache}{scheduling}"),
         String::new(),
         format!(

@@ -149,7 +149,7 @@ mod tests {
             itl_per_sequence: Duration::from_millis(1),
             step_overhead: Duration::from_millis(2),
             load_tokens_per_sec: 10_000.0,
-        async_scheduling: false,
+            async_scheduling: false,
         };
         let check = |prefill_tokens, decode_sequences, loaded_tokens, millis| {
             let work = StepWork {
