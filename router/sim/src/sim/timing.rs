@@ -150,6 +150,7 @@ mod tests {
             step_overhead: Duration::from_millis(2),
             load_tokens_per_sec: 10_000.0,
             async_scheduling: false,
+            request_latency: Duration::ZERO,
         };
         let check = |prefill_tokens, decode_sequences, loaded_tokens, millis| {
             let work = StepWork {
