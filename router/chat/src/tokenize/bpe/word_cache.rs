@@ -1,5 +1,5 @@
-//! The tokens of short words that were encoded lately: most words of a text occur again, in it or in
-//! the next one. Whole words are compared, so that a word never gets another one's tokens.
+//! The tokens of short words of recent texts: most words of a text occur again, in it or in the next
+//! one. Whole words are compared, so that a word never gets another one's tokens.
 //!
 //! Unlike cached segments it has no scopes: the time of one lookup, of one word, says nothing over a
 //! network.
