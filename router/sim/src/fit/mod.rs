@@ -37,7 +37,7 @@ use crate::simulate::arrivals::{ArrivalRate, Arrivals, TraceSlice};
 use crate::simulate::capacity;
 use crate::simulate::outcome::{Figures, LatencyBounds, percentile};
 use crate::simulate::replicas::{BalancePolicy, RouterSetup};
-use crate::simulate::world::{self, FleetSetup, SlowWorker};
+use crate::simulate::world::{self, FleetSetup, SlowWorkers};
 use crate::trace::Trace;
 use samples::Samples;
 
@@ -105,7 +105,7 @@ fn replay(
             draw: 0,
             knobs,
         },
-        slow: SlowWorker::NONE,
+        slow: SlowWorkers::NONE,
         event_delay: Duration::from_millis(1),
         seed: 0,
     };

@@ -36,7 +36,7 @@ fn recorded(profile: &EngineProfile, rate: f64) -> Recording {
             draw: 0,
             knobs: Knobs::default(),
         },
-        slow: SlowWorker::NONE,
+        slow: SlowWorkers::NONE,
         event_delay: Duration::from_millis(1),
         seed: 0,
     };

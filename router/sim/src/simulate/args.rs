@@ -9,7 +9,7 @@ use warmroute_proto::BlockSize;
 use super::arrivals::TraceSlice;
 use super::outcome::LatencyBounds;
 use super::replicas::{BalancePolicy, RouterSetup};
-use super::world::{FleetSetup, SlowWorker};
+use super::world::{FleetSetup, SlowWorkers};
 use crate::fit::{EngineProfile, ProfileError};
 use crate::sim::{EngineConfig, TimingProfile};
 use warmroute_route::Knobs;
@@ -95,9 +95,12 @@ pub(super) struct FleetArgs {
     /// Tokens per KV block.
     #[arg(long, value_name = "TOKENS", default_value_t = 16)]
     pub(super) block_size: u32,
-    /// The first worker takes this many times as long for everything.
+    /// The slow workers take this many times as long for everything.
     #[arg(long, value_name = "TIMES", default_value_t = 1.0)]
     pub(super) slow_worker: f64,
+    /// The slow workers are the first ones, so many.
+    #[arg(long, value_name = "COUNT", default_value_t = 1)]
+    pub(super) slow_workers: usize,
     /// Until this many seconds of virtual time; else to the end.
     #[arg(long, value_name = "SECONDS")]
     pub(super) slow_secs: Option<f64>,
@@ -298,13 +301,19 @@ impl ReplayArgs {
         Ok(super::capacity::engine(size, tokens, self.profile()))
     }
 
-    fn slow(&self) -> Result<SlowWorker, ArgsError> {
+    fn slow(&self) -> Result<SlowWorkers, ArgsError> {
         let fleet = &self.fleet;
         let until = fleet.slow_secs.unwrap_or(SECS_MAX);
         if fleet.slow_worker == 1.0 {
-            return Ok(SlowWorker::NONE);
+            return Ok(SlowWorkers::NONE);
         }
-        Ok(SlowWorker {
+        Ok(SlowWorkers {
+            count: within(
+                "slow-workers",
+                fleet.slow_workers as f64,
+                1.0,
+                fleet.workers as f64,
+            )? as usize,
             times: within("slow-worker", fleet.slow_worker, 1.0, 1000.0)?,
             until: Duration::from_secs_f64(within("slow-secs", until, 0.0, SECS_MAX)?),
         })

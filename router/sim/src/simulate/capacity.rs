@@ -14,7 +14,7 @@ use super::SimulationError;
 use super::args::SimulationPlan;
 use super::arrivals::{ArrivalRate, Arrivals, TraceSlice};
 use super::replicas::{BalancePolicy, RouterSetup};
-use super::world::{self, FleetSetup, SlowWorker};
+use super::world::{self, FleetSetup, SlowWorkers};
 use crate::sim::{EngineConfig, TimingProfile};
 use crate::trace::Trace;
 use warmroute_route::Policy;
@@ -123,7 +123,7 @@ fn reference(setup: &FleetSetup) -> FleetSetup {
             draw: 0,
             knobs: Policy::Kv.into(),
         },
-        slow: SlowWorker::NONE,
+        slow: SlowWorkers::NONE,
         event_delay: Duration::from_millis(1),
         seed: 0,
     }

@@ -48,7 +48,7 @@ pub(crate) struct RunOutcome {
     /// Virtual time until the last event.
     pub(crate) took: Duration,
     pub(crate) loads: Vec<EngineTotals>,
-    /// Answers to requests that arrived while the first worker was slow, and later.
+    /// Answers to requests that arrived while workers were slow, and later.
     pub(crate) slow: SlowShare,
     pub(crate) later: SlowShare,
 }
@@ -56,14 +56,16 @@ pub(crate) struct RunOutcome {
 /// The first worker's part of all answers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SlowShare {
-    pub(crate) of_first: u64,
+    /// The slow workers.
+    pub(crate) workers: usize,
+    pub(crate) of_slow: u64,
     pub(crate) of_all: u64,
 }
 
 impl SlowShare {
     fn of(self, workers: usize) -> Option<f64> {
-        (self.of_all > 0)
-            .then(|| share((self.of_first * workers as u64) as f64, self.of_all as f64))
+        let even = self.of_all as f64 * share(self.workers as f64, workers as f64);
+        (self.of_all > 0).then(|| share(self.of_slow as f64, even))
     }
 }
 
@@ -106,7 +108,7 @@ pub(crate) struct Figures {
     /// Moved requests over all requests; `None` if none was moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) moved_share: Option<f64>,
-    /// Answers of the slow worker to requests that arrived while it was slow, over a worker's mean;
+    /// A slow worker's answers to requests that arrived while it was slow, over a worker's mean;
     /// `later_share` for later arrivals. `None` without a slow worker or arrivals.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) slow_worker_share: Option<f64>,

@@ -7,7 +7,7 @@ use super::arrivals::{ArrivalRate, Arrivals, TraceSlice};
 use super::capacity;
 use super::replicas::{BalancePolicy, RouterSetup};
 use super::report::simulate;
-use super::world::{self, FleetSetup, SlowWorker};
+use super::world::{self, FleetSetup, SlowWorkers};
 use crate::sim::TimingProfile;
 use crate::trace::Trace;
 use warmroute_proto::BlockSize;
@@ -201,6 +201,10 @@ fn a_slow_worker_loses_its_share_and_gets_it_back() {
         assert!(share < 0.24, "{policy}: {share}");
         assert!(figures(TOOLS, &slow).get("later_share").is_none());
     }
+    // The share of each one, of two of four.
+    let half = format!("{flags} --policy time --slow-worker 5 --slow-workers 2");
+    let share = mean(TOOLS, &half, "slow_worker_share");
+    assert!(share < 0.5, "{share}");
     let brief = "--slow-worker 5 --slow-secs 10";
     // A quarter of the run.
     let later = mean(
@@ -315,7 +319,7 @@ fn ttft_beside_an_answer(timing: TimingProfile) -> Duration {
             draw: 0,
             knobs: Knobs::default(),
         },
-        slow: SlowWorker::NONE,
+        slow: SlowWorkers::NONE,
         event_delay: Duration::ZERO,
         seed: 0,
     };

@@ -30,22 +30,24 @@ pub(crate) struct FleetSetup {
     pub(crate) workers: usize,
     pub(crate) engine: EngineConfig,
     /// Slowness of the first worker.
-    pub(crate) slow: SlowWorker,
+    pub(crate) slow: SlowWorkers,
     pub(crate) replicas: RouterSetup,
     /// Time from the end of a step until the index has its events.
     pub(crate) event_delay: Duration,
     pub(crate) seed: u64,
 }
 
-/// Factor of the first worker's step times, until a time.
+/// Factor of the first workers' step times, until a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct SlowWorker {
+pub(crate) struct SlowWorkers {
+    pub(crate) count: usize,
     pub(crate) times: f64,
     pub(crate) until: Duration,
 }
 
-impl SlowWorker {
+impl SlowWorkers {
     pub(crate) const NONE: Self = Self {
+        count: 0,
         times: 1.0,
         until: Duration::ZERO,
     };
@@ -387,7 +389,7 @@ impl SimWorld<'_> {
             at.next = Some(at.engine.step());
         }
         let slow = self.setup.slow;
-        let takes = if worker == 0 && self.now < slow.until {
+        let takes = if worker < slow.count && self.now < slow.until {
             at.step.duration.mul_f64(slow.times)
         } else {
             at.step.duration
@@ -452,7 +454,7 @@ impl SimWorld<'_> {
 
     fn count_share(&mut self, worker: usize, flight: &InFlight) {
         let slow = self.setup.slow;
-        if slow == SlowWorker::NONE {
+        if slow == SlowWorkers::NONE {
             return;
         }
         let share = if flight.arrived < slow.until {
@@ -460,8 +462,9 @@ impl SimWorld<'_> {
         } else {
             &mut self.outcome.later
         };
+        share.workers = slow.count;
         share.of_all += 1;
-        share.of_first += u64::from(worker == 0);
+        share.of_slow += u64::from(worker < slow.count);
     }
 
     fn finished(&mut self, flight: &InFlight) -> Result<(), SimulationError> {
