@@ -47,6 +47,11 @@ SESSION_TRACES = ["agent"]
 LOADS = [0.8, 0.5, 0.95]
 # Workers and profile. All policies run on the first fleet; `time` and the weights of `kv` on all.
 FLEETS = ["8 × gpu-8b", "4 × gpu-8b", "16 × gpu-8b", "8 × gpu-70b", "4 × gpu-70b", "16 × gpu-70b"]
+# The first fleet with unequal workers: load and flags.
+UNEQUAL = {
+    "half of them 2.5 × slower": (0.5, ["--slow-worker=2.5", "--slow-workers=4"]),
+    "one 4 × slower for a minute": (0.7, ["--slow-worker=4", "--slow-secs=60"]),
+}
 ROUTERS = {f"4 routers, {delay} ms": ["--routers=4", f"--sync-ms={delay}"] for delay in (1, 5, 50)}
 FLAGS = {
     **POLICIES,
@@ -73,9 +78,14 @@ def names(fleet, trace, load):
 
 def cells(seeds):
     """All runs, as (fleet, trace, load, seed, candidate)."""
-    for seed, fleet, load, trace in itertools.product(range(1, seeds + 1), FLEETS, LOADS, TRACES):
+    equal = list(itertools.product(FLEETS, LOADS))
+    for seed, (fleet, load), trace in itertools.product(range(1, seeds + 1), equal + unequal_fleets(), TRACES):
         for name in names(fleet, trace, load):
             yield fleet, trace, load, seed, name
+
+
+def unequal_fleets():
+    return [(f"{FLEETS[0]}, {what}", load) for what, (load, _) in UNEQUAL.items()]
 
 
 class Sweep:
@@ -90,10 +100,12 @@ class Sweep:
         for cell in cells(self.options.seeds):
             if cell not in self.found:
                 fleet, trace, load, seed, name = cell
-                rate = self.capacity(fleet, trace)
+                equal, _, what = fleet.partition(", ")
+                rate = self.capacity(equal, trace)
                 _, count, _ = TRACES[trace]
-                flags = [*FLAGS[name], f"--load={load}", f"--seed={seed}", f"--capacity={rate}", f"--requests={count}"]
-                self.keep(cell, self.simulate(fleet, trace, flags))
+                _, slow = UNEQUAL.get(what, (load, []))
+                flags = [*FLAGS[name], *slow, f"--load={load}", f"--seed={seed}", f"--capacity={rate}", f"--requests={count}"]
+                self.keep(cell, self.simulate(equal, trace, flags))
 
     def capacity(self, fleet, trace):
         cell = (fleet, trace, "capacity")
@@ -187,6 +199,16 @@ def fleets(sweep):
     return rows
 
 
+def unequal(sweep):
+    rows = heads("fleet", "policy", *TRACES, *METRICS.values())
+    for (fleet, load), name in itertools.product(unequal_fleets(), WEIGHTS):
+        here = [(fleet, trace, load) for trace in TRACES]
+        ratios = [shown(sweep.ratio(name, "ttft_mean_ms", [place])) for place in here]
+        whole = [shown(sweep.ratio(name, metric, here)) for metric in METRICS]
+        rows.append([f"{fleet.partition(', ')[2]}, {load:.0%} load", name, *ratios, *whole])
+    return rows
+
+
 def cells_of_first(sweep):
     others = [name for name in POLICIES if name != BASE]
     rows = heads("trace", "load", f"{BASE}: TTFT", "hits", *others)
@@ -270,7 +292,7 @@ def main():
     if not options.write_only:
         sweep.run()
     page = PAGE.read_text()
-    for table in (summary, weights, fleets, cells_of_first, routers):
+    for table in (summary, weights, fleets, unequal, cells_of_first, routers):
         page = write_between(page, table.__name__, table(sweep))
     PAGE.write_text(page)
     (HERE / "policies.svg").write_text(plot(sweep))
