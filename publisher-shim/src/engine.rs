@@ -87,6 +87,9 @@ pub trait EngineFeed: Send + 'static {
     fn is_exclusive(&self) -> bool {
         false
     }
+
+    /// Another process may have read an exclusive feed: nothing of before proves anything.
+    fn paused(&mut self) {}
 }
 
 /// What the engine reports about itself.
@@ -201,6 +204,13 @@ impl EngineFeed for RankFeed {
         match self {
             Self::Zmq(feed) => feed.is_exclusive(),
             Self::Drained(feed) => feed.is_exclusive(),
+        }
+    }
+
+    fn paused(&mut self) {
+        match self {
+            Self::Zmq(feed) => feed.paused(),
+            Self::Drained(feed) => feed.paused(),
         }
     }
 }

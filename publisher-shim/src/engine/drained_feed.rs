@@ -10,6 +10,9 @@
 //! A read that fails may have lost events, and the engine may have restarted: no replay is answered
 //! before the next event, whose number shows either. Nor is one before the first event: an engine
 //! publishes when it starts, so that its events are with another reader, or not enabled.
+//!
+//! While this process does not hold the worker's lease, another one may read. Nothing of before is
+//! continued then: the next event is the first one again.
 
 mod kept_events;
 
@@ -91,6 +94,8 @@ type Answer = Result<Vec<u8>, ReadError>;
 /// A read in flight.
 struct Read {
     begun: Instant,
+    /// As of its begin.
+    failures: u64,
     answer: Pin<Box<dyn Future<Output = Answer> + Send>>,
 }
 
@@ -118,6 +123,7 @@ struct DrainState {
     begun: u64,
     /// The last read that succeeded.
     succeeded: u64,
+    /// Failed reads and pauses.
     failures: u64,
     is_up: bool,
     /// Events named a rank that is not followed: any rank may serve a request.
@@ -163,17 +169,27 @@ impl EventDrain {
             Some(read) => read,
             None => {
                 sleep_until(reader.due).await;
-                self.lock().begun += 1;
+                let failures = {
+                    let mut state = self.lock();
+                    state.begun += 1;
+                    state.failures
+                };
                 reader.read.insert(Read {
                     begun: Instant::now(),
+                    failures,
                     answer: Box::pin(reader.route.read()),
                 })
             }
         };
         let answer = read.answer.as_mut().await;
-        let took = read.begun.elapsed();
+        let (took, failures) = (read.begun.elapsed(), read.failures);
         reader.read = None;
-        reader.take(&mut self.lock(), answer, took);
+        let mut state = self.lock();
+        // Events of before a pause do not follow one another.
+        if state.failures == failures {
+            reader.take(&mut state, answer, took);
+        }
+        drop(state);
         self.changed.send_replace(());
     }
 }
@@ -246,6 +262,11 @@ impl DrainState {
         self.failures += 1;
         self.is_up = false;
         self.ranks.iter_mut().for_each(KeptEvents::doubt);
+    }
+
+    fn pause(&mut self) {
+        self.fail();
+        self.ranks.iter_mut().for_each(KeptEvents::forget);
     }
 }
 
@@ -362,6 +383,13 @@ impl EngineFeed for DrainedFeed {
 
     fn is_exclusive(&self) -> bool {
         true
+    }
+
+    /// Concerns all ranks: they share one reader.
+    fn paused(&mut self) {
+        self.drain.lock().pause();
+        self.is_connected = false;
+        self.replay = None;
     }
 }
 

@@ -250,18 +250,33 @@ impl<E: EngineLink> RankTask<E> {
     }
 
     fn apply_leadership(&mut self, leadership: Leadership) {
-        self.leads = matches!(leadership, Leadership::Leads { .. });
+        let led = std::mem::replace(
+            &mut self.leads,
+            matches!(leadership, Leadership::Leads { .. }),
+        );
+        if led && !self.leads {
+            self.pause();
+        }
         match leadership {
             Leadership::Leads { term } => {
                 if self.term.replace(term).is_some_and(|before| before != term) {
                     // Another shim may have led in between.
                     self.core.lease_lapsed();
+                    self.pause();
                 }
                 self.core.lease_taken(now());
             }
             Leadership::Lapsed => self.core.lease_lapsed(),
             Leadership::Yields => self.core.lease_lost(),
             Leadership::Unknown => {}
+        }
+    }
+
+    /// Another process may read the engine's events.
+    fn pause(&mut self) {
+        if self.feed.is_exclusive() {
+            self.feed.paused();
+            self.core.disconnected(now());
         }
     }
 

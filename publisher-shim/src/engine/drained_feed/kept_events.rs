@@ -30,7 +30,7 @@ pub(super) struct KeptEvents {
     bytes: usize,
     /// Payloads dropped so far: the position of the first one that is kept.
     dropped: u64,
-    /// Distinguishes equal events of two lives.
+    /// Distinguishes equal events of two lives, and of one life before and behind a pause.
     lives: u32,
     /// Events may be lost that no number shows yet.
     is_doubtful: bool,
@@ -55,6 +55,19 @@ impl KeptEvents {
         self.is_doubtful = true;
     }
 
+    /// Another reader may have taken events: what comes next is the first that was read.
+    pub(super) fn forget(&mut self) {
+        self.last = None;
+        self.begin_life();
+        self.is_doubtful = true;
+    }
+
+    fn begin_life(&mut self) {
+        self.translator = Translator::new(self.rank);
+        self.drop_first(self.payloads.len());
+        self.lives += 1;
+    }
+
     /// Nothing that the engine published before the last read is missing, but for gaps in the
     /// numbers.
     pub(super) fn is_provable(&self) -> bool {
@@ -73,11 +86,7 @@ impl KeptEvents {
         match continuity {
             Continuity::Next | Continuity::JoinedLate => {}
             Continuity::Gap => self.translator.forget(),
-            Continuity::Restarted => {
-                self.translator = Translator::new(self.rank);
-                self.drop_first(self.payloads.len());
-                self.lives += 1;
-            }
+            Continuity::Restarted => self.begin_life(),
         }
         self.is_doubtful = false;
         self.last = Some(event.number);

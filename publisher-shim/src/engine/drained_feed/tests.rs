@@ -205,6 +205,50 @@ async fn a_failed_read_proves_nothing_before_the_next_event() {
 }
 
 #[tokio::test]
+async fn a_pause_proves_nothing_although_the_numbers_may_fit() {
+    // What the next event's number is, and what is replayed.
+    for (next, replayed) in [(16, vec![16]), (11, vec![11]), (2, vec![])] {
+        let engine = Arc::new(Engine::default());
+        let first: Vec<Value> = (1..=10).map(removed).collect();
+        engine.add(&[&[created(0)][..], &first].concat());
+        let follower = &mut follow(&engine, 1).await[0];
+        assert_eq!(follower.next().await, Reported::Up);
+        assert_eq!(follower.replay(10).await, [10]);
+        // Another process leads, and takes what comes meanwhile.
+        follower.feed.paused();
+        assert_eq!(follower.next().await, Reported::Up);
+        follower.request(10);
+        follower.assert_silent(&engine).await;
+        engine.add(&[removed(next)]);
+        assert_eq!(follower.next().await, Reported::Replayed(replayed));
+    }
+}
+
+#[tokio::test]
+async fn a_read_from_before_a_pause_is_dropped() {
+    let engine = Arc::new(Engine {
+        permits: Some(Semaphore::new(1)),
+        ..Engine::default()
+    });
+    engine.add(&[created(0)]);
+    let follower = &mut follow(&engine, 1).await[0];
+    assert_eq!(follower.next().await, Reported::Up);
+    engine.add(&[removed(1)]);
+    let mut events = Vec::new();
+    while engine.reads.load(Ordering::Relaxed) < 2 {
+        let receive = follower.feed.receive(&mut events);
+        drop(timeout(Duration::from_millis(1), receive).await);
+    }
+    follower.feed.paused();
+    engine.permits.as_ref().unwrap().add_permits(1000);
+    assert_eq!(follower.next().await, Reported::Up);
+    follower.request(0);
+    follower.assert_silent(&engine).await;
+    engine.add(&[removed(3)]);
+    assert_eq!(follower.next().await, Reported::Replayed(vec![3]));
+}
+
+#[tokio::test]
 async fn without_any_event_nothing_is_proven() {
     let engine = Arc::new(Engine::default());
     let follower = &mut follow(&engine, 1).await[0];
