@@ -79,6 +79,13 @@ pub struct Endpoints {
     pub replay: Option<String>,
 }
 
+impl Endpoints {
+    /// The events come from a route that hands out each of them once.
+    pub(crate) fn is_route(&self) -> bool {
+        self.live.as_deref().is_some_and(is_event_route)
+    }
+}
+
 /// A rank's endpoint as vLLM derives it from rank 0's: its port plus the rank.
 pub(crate) fn endpoint_of_rank(template: &str, rank: DpRank) -> Option<String> {
     if rank.0 == 0 || is_event_route(template) {

@@ -411,7 +411,11 @@ fn event_feeds(worker: &FleetWorker, admin: &Admin) -> Vec<Value> {
                 // Losses cannot be seen without replays or sequence numbers.
                 "losses_visible": !matches!(
                     status.unverified,
-                    Some(UnverifiedCause::NoReplay | UnverifiedCause::NoSequence)
+                    Some(
+                        UnverifiedCause::NoReplay
+                            | UnverifiedCause::NoSequence
+                            | UnverifiedCause::UnseenLosses
+                    )
                 ),
                 "unverified_because": status.unverified.map(UnverifiedCause::label),
                 "engine_seq": status.engine_seq,

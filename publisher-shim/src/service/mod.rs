@@ -278,13 +278,19 @@ impl<E: EngineLink> Service<E> {
             clock: self.shared.clock.subscribe(),
             resyncs,
         };
-        let config = RankConfig {
-            source: self.source_config(rank, endpoints),
-            endpoints: endpoints.clone(),
-            checkpoints: self.config.checkpoints.clone(),
-        };
+        let config = self.rank_config(rank, endpoints);
         let (engine, shared) = (Arc::clone(&self.engine), Arc::clone(&self.shared));
         RankTask::run(engine, config, shared, inputs, stop)
+    }
+
+    fn rank_config(&self, rank: DpRank, endpoints: &Endpoints) -> RankConfig {
+        let checkpoints = self.config.checkpoints.clone();
+        RankConfig {
+            source: self.source_config(rank, endpoints),
+            endpoints: endpoints.clone(),
+            // The events that would prove one were handed out already.
+            checkpoints: checkpoints.filter(|_| !endpoints.is_route()),
+        }
     }
 
     fn source_config(&self, rank: DpRank, endpoints: &Endpoints) -> SourceConfig {
@@ -293,6 +299,7 @@ impl<E: EngineLink> Service<E> {
             dp_rank: rank,
         };
         let mut config = SourceConfig::new(source, endpoints.replay.is_some());
+        config.hides_losses = endpoints.is_route();
         config.topic.clone_from(&self.config.topic);
         config.outbox_bytes_max = self.config.outbox_bytes_max;
         config.buffer_bytes_max = self.config.buffer_bytes_max;
@@ -441,7 +448,9 @@ fn warn_of(cause: UnverifiedCause) {
             "the engine's prefix hits may be shorter than what is held, and its sources are \
              unverified; if they are not, declare it by --assume plain-lookup"
         ),
-        UnverifiedCause::NoSequence | UnverifiedCause::PendingReset => {}
+        UnverifiedCause::NoSequence
+        | UnverifiedCause::UnseenLosses
+        | UnverifiedCause::PendingReset => {}
     }
 }
 
@@ -488,9 +497,55 @@ async fn route_resyncs(
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use reqwest::StatusCode;
+    use warmroute_plane::{MemoryPlane, MemoryPlaneConfig};
+    use warmroute_proto::{Namespace, StreamIdentity, WorkerId};
 
     use super::*;
+    use crate::state_dir::CheckpointStore;
+
+    #[derive(Debug)]
+    struct NoStore;
+
+    impl CheckpointStore for NoStore {
+        fn load(&self, _: &Source) -> io::Result<Option<Vec<u8>>> {
+            Ok(None)
+        }
+
+        fn save(&self, _: &Source, _: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// The bytes of an event of another life may be equal.
+    #[test]
+    fn events_that_are_handed_out_once_prove_no_checkpoint() {
+        for (endpoint, is_route) in [("http://h:1/kv_cache_events", true), ("tcp://h:1", false)] {
+            let plane = MemoryPlane::new(MemoryPlaneConfig {
+                identity: StreamIdentity {
+                    created_unix_ns: 1,
+                    nonce: 2,
+                },
+                log_bytes_max: 1 << 20,
+                queue_max: 16,
+            });
+            let config = ShimConfig {
+                kv_endpoint: Some(endpoint.to_owned()),
+                checkpoints: Some(Arc::new(NoStore)),
+                ..ShimConfig::new(
+                    Namespace::from("n"),
+                    WorkerId::from("w"),
+                    "http://h:1".to_owned(),
+                )
+            };
+            let service = Service::new(config, Arc::new(plane)).unwrap();
+            let rank = service.rank_config(DpRank(0), &service.endpoints[0]);
+            assert_eq!(rank.checkpoints.is_none(), is_route);
+            assert_eq!(rank.source.hides_losses, is_route);
+        }
+    }
 
     #[test]
     fn warnings_repeat_once_a_minute() {

@@ -43,6 +43,8 @@ pub enum UnverifiedCause {
     NoReplay,
     /// Its last message had no sequence number.
     NoSequence,
+    /// Other readers take events from this one, and an idle engine shows no loss.
+    UnseenLosses,
     /// The engine may have reset its cache and not published it.
     PendingReset,
     /// Its hits may be shorter than what is credited.
@@ -55,6 +57,7 @@ impl UnverifiedCause {
         match self {
             Self::NoReplay => "no replay endpoint",
             Self::NoSequence => "no sequence numbers",
+            Self::UnseenLosses => "events that are handed out once",
             Self::PendingReset => "a reset that is not published",
             Self::Lookup(doubt) => doubt.label(),
         }

@@ -71,6 +71,8 @@ pub struct SourceConfig {
     pub mirror: mirror::MirrorConfig,
     /// The engine's replay endpoint is known.
     pub has_replay: bool,
+    /// A lost event shows by the next one only, if at all: `unverified` at best.
+    pub hides_losses: bool,
     /// Messages of other topics are dropped.
     pub topic: Option<String>,
     /// Batches of other ranks are dropped.
@@ -93,6 +95,7 @@ impl SourceConfig {
             source,
             mirror: mirror::MirrorConfig::default(),
             has_replay,
+            hides_losses: false,
             topic: None,
             rank: None,
             outbox_bytes_max: 64 << 20,
@@ -674,7 +677,7 @@ impl SourceCore {
     }
 
     fn record_context(&self, now: Instant) -> RecordContext {
-        let states = if self.engine.unverified().is_some() {
+        let states = if self.config.hides_losses || self.engine.unverified().is_some() {
             lower(self.mirror.states(), TierState::Unverified)
         } else {
             self.mirror.states()
@@ -690,8 +693,11 @@ impl SourceCore {
     fn unverified(&self) -> Option<UnverifiedCause> {
         let pending = self.resets.is_pending();
         let pending = pending.then_some(UnverifiedCause::PendingReset);
+        let unseen = self.config.hides_losses;
+        let unseen = unseen.then_some(UnverifiedCause::UnseenLosses);
         let lookup = self.mirror.lookup_doubt().map(UnverifiedCause::Lookup);
-        self.engine.unverified().or(pending).or(lookup)
+        let engine = self.engine.unverified();
+        engine.or(unseen).or(pending).or(lookup)
     }
 
     fn claimable(&self, now: Instant, states: TierStates) -> TierStates {

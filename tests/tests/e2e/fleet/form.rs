@@ -38,6 +38,14 @@ impl Form {
         engine: EngineKind::Vllm,
     };
 
+    /// The best state of its sources.
+    pub(crate) const fn best_state(self) -> &'static str {
+        match self.engine {
+            EngineKind::Vllm | EngineKind::Sglang | EngineKind::Lmcache => "exact",
+            EngineKind::Trtllm => "unverified",
+        }
+    }
+
     pub(super) fn of(index: usize, forms: &[Self]) -> Self {
         forms.get(index).copied().unwrap_or(Self::USUAL)
     }

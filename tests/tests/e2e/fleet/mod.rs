@@ -247,6 +247,10 @@ impl Fleet {
         index
     }
 
+    pub(crate) fn form(&self, index: usize) -> Form {
+        Form::of(index, self.flags.forms)
+    }
+
     /// A worker of one rank as the API and files declare it.
     pub(crate) fn worker_spec(&self, index: usize) -> Value {
         let engine = &self.engines[index];
@@ -363,14 +367,18 @@ impl Fleet {
 
     /// Waits until every index has applied every engine's last batch that changed a pair.
     pub(crate) async fn until_indexed(&self) {
-        self.until_indexed_as(&["exact"]).await;
+        self.until_states(|form| vec![form.best_state()]).await;
     }
 
     /// Like `until_indexed`, with every source in one of these states.
-    pub(crate) async fn until_indexed_as(&self, states: &[&str]) {
+    pub(crate) async fn until_indexed_as(&self, states: &[&'static str]) {
+        self.until_states(|_| states.to_vec()).await;
+    }
+
+    async fn until_states(&self, wanted: impl Fn(Form) -> Vec<&'static str>) {
         self.until("the index has caught up", async |fleet| {
             for base in fleet.indexes() {
-                if !fleet.has_caught_up(&base, states).await {
+                if !fleet.has_caught_up(&base, &wanted).await {
                     return false;
                 }
             }
@@ -379,10 +387,12 @@ impl Fleet {
         .await;
     }
 
-    async fn has_caught_up(&self, index: &str, states: &[&str]) -> bool {
+    async fn has_caught_up(&self, index: &str, wanted: impl Fn(Form) -> Vec<&'static str>) -> bool {
         let indexed = self.positions(index).await;
         for engine in 0..self.engines.len() {
-            match Form::of(engine, self.flags.forms).events {
+            let form = Form::of(engine, self.flags.forms);
+            let states = wanted(form);
+            match form.events {
                 Events::Published => {}
                 Events::None => continue,
             }

@@ -390,6 +390,22 @@ fn without_replays_a_source_is_unverified() {
     assert_eq!(world.gpu(), TierState::CatchingUp);
 }
 
+#[test]
+fn a_source_whose_losses_are_hidden_is_unverified_and_needs_its_proofs() {
+    let mut world = World::new(true);
+    world.core.config.hides_losses = true;
+    world.start();
+    world.publish(&[store(None, &[1])]);
+    assert_eq!(world.held(), 1);
+    assert_eq!(world.gpu(), TierState::Unverified);
+    let status = world.core.status(world.now);
+    assert_eq!(status.unverified, Some(UnverifiedCause::UnseenLosses));
+    let record = world.records.last().unwrap();
+    assert_eq!(*record.states.get(Tier::Gpu), TierState::Unverified);
+    world.core.disconnected(world.now);
+    assert_eq!(world.gpu(), TierState::Stale);
+}
+
 /// Indexers take `Stale` without any batch for an engine without events.
 #[test]
 fn stale_without_a_batch_means_that_nothing_of_the_engine_was_seen() {
