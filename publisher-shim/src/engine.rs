@@ -163,7 +163,10 @@ impl VllmEngine {
         let mut http = EngineHttp::new(&config.worker_url, config.engine_key.clone(), tls)?;
         let route = config.kv_endpoint.as_deref();
         let route = route.filter(|endpoint| is_event_route(endpoint));
-        let drain = route.map(|url| EventDrain::new(http.drain(url), config.ranks));
+        let drain = route.map(|url| {
+            let route = http.drain(url);
+            EventDrain::new(route, config.ranks, config.block_size)
+        });
         Ok(Self {
             http,
             zmq: zmq::Context::new(),

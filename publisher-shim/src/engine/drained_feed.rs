@@ -24,7 +24,7 @@ use reqwest::StatusCode;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::warn;
-use warmroute_proto::{DpRank, EngineSeq};
+use warmroute_proto::{BlockSize, DpRank, EngineSeq};
 
 use super::http::EventRoute;
 use super::trtllm;
@@ -126,13 +126,13 @@ struct DrainState {
     /// Failed reads and pauses.
     failures: u64,
     is_up: bool,
-    /// Events named a rank that is not followed: any rank may serve a request.
-    has_other_ranks: bool,
+    /// Events of this life named it and it is not followed: any rank may serve a request.
+    other_rank: Option<u32>,
     ranks: Vec<KeptEvents>,
 }
 
 impl EventDrain {
-    pub(super) fn new(route: EventRoute, ranks: u32) -> Self {
+    pub(super) fn new(route: EventRoute, ranks: u32, block_size: Option<BlockSize>) -> Self {
         let reader = Reader {
             route,
             read: None,
@@ -147,8 +147,10 @@ impl EventDrain {
             succeeded: 0,
             failures: 0,
             is_up: false,
-            has_other_ranks: false,
-            ranks: (0..ranks).map(KeptEvents::new).collect(),
+            other_rank: None,
+            ranks: (0..ranks)
+                .map(|rank| KeptEvents::new(rank, block_size))
+                .collect(),
         };
         Self {
             reader: tokio::sync::Mutex::new(reader),
@@ -218,18 +220,23 @@ impl Reader {
         } else {
             self.waited = 0;
         }
+        let mut other_rank = None;
         for event in &events {
             self.has_events = true;
             let Some(kept) = state.ranks.get_mut(event.rank() as usize) else {
-                state.has_other_ranks = true;
-                self.warn(now, DrainWarning::Rank(event.rank()));
+                other_rank = Some(event.rank());
                 continue;
             };
             match kept.take(event) {
-                Continuity::Next | Continuity::Restarted => {}
+                Continuity::Next => {}
+                Continuity::Restarted => state.other_rank = None,
                 Continuity::JoinedLate => self.warn(now, DrainWarning::JoinedLate),
                 Continuity::Gap => self.warn(now, DrainWarning::Gap),
             }
+        }
+        state.other_rank = other_rank.or(state.other_rank);
+        if let Some(rank) = state.other_rank {
+            self.warn(now, DrainWarning::Rank(rank));
         }
     }
 
@@ -331,7 +338,7 @@ impl DrainedFeed {
         }
         if let Some(PendingReplay::Requested { id, from, read }) = self.replay {
             let is_proven = state.succeeded >= read && kept.is_provable();
-            if !is_proven || state.has_other_ranks {
+            if !is_proven || state.other_rank.is_some() {
                 return;
             }
             self.position = kept.position_of(from);

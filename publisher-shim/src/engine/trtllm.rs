@@ -7,22 +7,31 @@
 //!
 //! - A block with fewer tokens than the others is never published. The size is that of the first
 //!   block with a successor; before, stores wait.
-//! - Blocks with token extras or multimodal keys are opaque. A store whose events have no field for
-//!   salts, multimodal keys or adapters says so.
+//! - Blocks with token extras, multimodal keys or tokens that are no numbers are opaque. A store
+//!   whose events have no field for salts, multimodal keys or adapters, or never fill it, says so.
 //! - The largest window stands for full attention. The rule of smaller ones is not known, and a
 //!   block counts only if they hold it too.
 //! - A removal of an unknown block is dropped: nothing that is published depends on it.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 
 use bytes::Bytes;
+use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
-use warmroute_proto::EngineSeq;
+use warmroute_proto::{BlockSize, EngineSeq};
 
+/// Events of an answer.
+const EVENTS_MAX: usize = 1_000_000;
 /// Stores that wait for the block size.
 const WAITING_MAX: usize = 4096;
+/// Bytes of JSON of events that wait for it.
+const WAITING_BYTES_MAX: usize = 4 << 20;
+/// Groups of blocks, more than an engine has.
+const WINDOWS_MAX: usize = 16;
 /// Blocks whose level is kept, more than an engine has.
 const BLOCKS_MAX: usize = 1 << 22;
 
@@ -38,22 +47,55 @@ pub(super) struct NumberedEvent<'a> {
     window_size: Option<i64>,
     #[serde(default)]
     layer_group_id: Option<i64>,
+    #[serde(borrow, default)]
+    hash_algo: Option<Cow<'a, str>>,
     #[serde(default)]
     attention_dp_rank: Option<u32>,
 }
 
 /// The events of an answer. Empty objects stand for iterations without events.
 pub(super) fn events(answer: &[u8]) -> serde_json::Result<Vec<NumberedEvent<'_>>> {
-    let events: Vec<&RawValue> = serde_json::from_slice(answer)?;
-    let events = events.into_iter().filter(|event| event.get() != "{}");
-    events
-        .map(|event| serde_json::from_str(event.get()))
-        .collect()
+    let mut answer = serde_json::Deserializer::from_slice(answer);
+    let events = answer.deserialize_seq(AnswerVisitor)?;
+    answer.end()?;
+    Ok(events)
+}
+
+/// Bounds the list while it is read.
+struct AnswerVisitor;
+
+impl<'de> Visitor<'de> for AnswerVisitor {
+    type Value = Vec<NumberedEvent<'de>>;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a list of events")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+        let mut events = Vec::new();
+        let mut iterations = 0;
+        while let Some(event) = list.next_element::<&RawValue>()? {
+            iterations += 1;
+            if iterations > EVENTS_MAX {
+                return Err(A::Error::custom("too many events"));
+            }
+            if event.get() != "{}" {
+                events.push(serde_json::from_str(event.get()).map_err(A::Error::custom)?);
+            }
+        }
+        Ok(events)
+    }
 }
 
 impl NumberedEvent<'_> {
     pub(super) fn rank(&self) -> u32 {
         self.attention_dp_rank.unwrap_or(0)
+    }
+
+    /// The second KV manager never fills the fields of salts and multimodal keys.
+    fn reports_keys(&self) -> bool {
+        let is_v2 = |algorithm: &Cow<str>| algorithm.starts_with("v2");
+        self.layer_group_id.is_none() && !self.hash_algo.as_ref().is_some_and(is_v2)
     }
 
     const fn window(&self) -> BlockWindow {
@@ -104,9 +146,24 @@ struct StoredBlock {
 
 #[derive(Deserialize)]
 struct UniqueToken {
-    token_id: u32,
+    token_id: TokenId,
     #[serde(default)]
     token_extra_id: u64,
+}
+
+/// What stands for a part of an image may be no number.
+#[derive(Deserialize)]
+#[serde(from = "Value")]
+enum TokenId {
+    Text(u32),
+    Other(String),
+}
+
+impl From<Value> for TokenId {
+    fn from(value: Value) -> Self {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.map_or_else(|| Self::Other(value.to_string()), Self::Text)
+    }
 }
 
 /// A field's value; `null` is one.
@@ -160,13 +217,25 @@ pub(super) struct Translator {
     /// By group.
     windows: Vec<BlockWindow>,
     places: HashMap<(u32, u64), Place>,
-    waiting: VecDeque<(EngineSeq, BlockWindow, EventData)>,
+    waiting: VecDeque<DecodedEvent>,
+    waiting_bytes: usize,
+}
+
+struct DecodedEvent {
+    seq: EngineSeq,
+    window: BlockWindow,
+    reports_keys: bool,
+    /// Its length as JSON.
+    bytes: usize,
+    data: EventData,
 }
 
 impl Translator {
-    pub(super) fn new(rank: u32) -> Self {
+    /// Without a block size it is learned.
+    pub(super) fn new(rank: u32, block_size: Option<BlockSize>) -> Self {
         Self {
             rank,
+            block_size: block_size.map(BlockSize::tokens),
             ..Self::default()
         }
     }
@@ -175,6 +244,7 @@ impl Translator {
     pub(super) fn forget(&mut self) {
         self.places.clear();
         self.waiting.clear();
+        self.waiting_bytes = 0;
     }
 
     /// Events wait for the block size.
@@ -189,7 +259,6 @@ impl Translator {
         event: &NumberedEvent<'_>,
     ) -> Vec<NumberedPayload> {
         let seq = EngineSeq(event.number);
-        let window = event.window();
         let data = match serde_json::from_str(event.data.get()) {
             Ok(data) => data,
             Err(_) => {
@@ -203,20 +272,38 @@ impl Translator {
             self.block_size.get_or_insert(first.tokens.len());
         }
         let is_store = matches!(data, EventData::Stored { .. });
-        if self.block_size.is_none() && (is_store || self.is_waiting()) {
-            if self.waiting.len() == WAITING_MAX {
-                self.waiting.pop_front();
-            }
-            self.waiting.push_back((seq, window, data));
+        let waits = self.block_size.is_none() && (is_store || self.is_waiting());
+        let decoded = DecodedEvent {
+            seq,
+            window: event.window(),
+            reports_keys: event.reports_keys(),
+            bytes: event.data.get().len(),
+            data,
+        };
+        self.waiting_bytes += decoded.bytes;
+        self.waiting.push_back(decoded);
+        if waits {
+            self.bound_waiting();
             return Vec::new();
         }
-        let mut events = std::mem::take(&mut self.waiting);
-        events.push_back((seq, window, data));
-        let translated = events.into_iter().map(|(seq, window, data)| {
-            let events = self.wire_events(window, data);
+        self.waiting_bytes = 0;
+        let events = std::mem::take(&mut self.waiting);
+        let translated = events.into_iter().map(|event| {
+            let seq = event.seq;
+            let events = self.wire_events(event);
             (seq, self.payload(unix_seconds, &events))
         });
         translated.collect()
+    }
+
+    /// What goes is missed by its number.
+    fn bound_waiting(&mut self) {
+        while self.waiting.len() > WAITING_MAX || self.waiting_bytes > WAITING_BYTES_MAX {
+            let Some(first) = self.waiting.pop_front() else {
+                return;
+            };
+            self.waiting_bytes -= first.bytes;
+        }
     }
 
     fn payload(&self, unix_seconds: f64, events: &[WireEvent]) -> Bytes {
@@ -225,14 +312,23 @@ impl Translator {
         encoded.unwrap_or_default().into()
     }
 
-    fn wire_events(&mut self, window: BlockWindow, data: EventData) -> Vec<WireEvent> {
-        let group = self.group(window);
-        match data {
+    fn wire_events(&mut self, event: DecodedEvent) -> Vec<WireEvent> {
+        let Some(group) = self.group(event.window) else {
+            self.forget();
+            return vec![WireEvent::Unreadable];
+        };
+        match event.data {
             EventData::Created {} => Vec::new(),
             EventData::Stored {
                 parent_hash,
                 blocks,
-            } => self.store(group, parent_hash, &blocks),
+            } => {
+                let mut events = self.store(group, parent_hash, &blocks);
+                if !event.reports_keys {
+                    events.iter_mut().for_each(WireEvent::lack_keys);
+                }
+                events
+            }
             EventData::Removed { block_hashes } => block_hashes
                 .into_iter()
                 .flatten()
@@ -246,13 +342,16 @@ impl Translator {
         }
     }
 
-    fn group(&mut self, window: BlockWindow) -> u32 {
+    fn group(&mut self, window: BlockWindow) -> Option<u32> {
         let known = self.windows.iter().position(|known| *known == window);
-        let group = known.unwrap_or_else(|| {
+        let group = known.unwrap_or(self.windows.len());
+        if known.is_none() {
+            if group == WINDOWS_MAX {
+                return None;
+            }
             self.windows.push(window);
-            self.windows.len() - 1
-        });
-        u32::try_from(group).unwrap_or(u32::MAX)
+        }
+        u32::try_from(group).ok()
     }
 
     fn kind(&self, group: u32) -> String {
@@ -394,7 +493,11 @@ impl Run {
         self.keys.push(block.opaque_keys());
         self.hashes.push(hash.0);
         self.tokens
-            .extend(block.tokens.iter().map(|token| token.token_id));
+            .extend(block.tokens.iter().map(|token| match token.token_id {
+                TokenId::Text(id) => id,
+                // The block is opaque.
+                TokenId::Other(_) => 0,
+            }));
     }
 }
 
@@ -403,6 +506,14 @@ impl StoredBlock {
     fn opaque_keys(&self) -> Option<String> {
         let extras = self.tokens.iter().map(|token| token.token_extra_id);
         let extras: Vec<u64> = extras.collect();
+        let others = self
+            .tokens
+            .iter()
+            .filter_map(|token| match &token.token_id {
+                TokenId::Text(_) => None,
+                TokenId::Other(value) => Some(value),
+            });
+        let others: Vec<&String> = others.collect();
         let is_void = |value: &Value| match value {
             Value::Null => true,
             Value::Array(items) => items.is_empty(),
@@ -411,8 +522,9 @@ impl StoredBlock {
         let items = self.mm_keys.as_ref().filter(|items| !is_void(items));
         let salt = self.cache_salt.as_ref();
         let salt = salt.filter(|salt| !salt.is_null() && !salt.is_string());
-        let is_plain = items.is_none() && salt.is_none() && extras.iter().all(|&extra| extra == 0);
-        (!is_plain).then(|| format!("{extras:?} {items:?} {salt:?}"))
+        let has_extra = extras.iter().any(|&extra| extra != 0);
+        let is_plain = items.is_none() && salt.is_none() && others.is_empty() && !has_extra;
+        (!is_plain).then(|| format!("{extras:?} {items:?} {salt:?} {others:?}"))
     }
 }
 
@@ -455,6 +567,15 @@ enum WireEvent {
 }
 
 impl WireEvent {
+    fn lack_keys(&mut self) {
+        if let Self::BlockStored {
+            unreported_keys, ..
+        } = self
+        {
+            *unreported_keys = Some(true);
+        }
+    }
+
     const fn removed(group: u32, hash: BlockHash, level: u32) -> Self {
         Self::BlockRemoved {
             block_hashes: [hash.0],

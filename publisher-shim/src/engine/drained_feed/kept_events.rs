@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use warmroute_proto::EngineSeq;
+use warmroute_proto::{BlockSize, EngineSeq};
 
 use crate::engine::trtllm::{NumberedEvent, Translator};
 
 /// Bytes of payloads that are kept. The oldest go first; a reader that lacks them sees a gap.
-const KEPT_BYTES_MAX: usize = 64 << 20;
+const KEPT_BYTES_MAX: usize = 16 << 20;
+/// What a payload takes beside its bytes, about.
+const PAYLOAD_OVERHEAD: usize = 96;
 
 /// How an event's number follows the one before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +26,7 @@ pub(super) enum Continuity {
 
 pub(super) struct KeptEvents {
     rank: u32,
+    block_size: Option<BlockSize>,
     translator: Translator,
     last: Option<u64>,
     payloads: VecDeque<(EngineSeq, Bytes)>,
@@ -37,10 +40,11 @@ pub(super) struct KeptEvents {
 }
 
 impl KeptEvents {
-    pub(super) fn new(rank: u32) -> Self {
+    pub(super) fn new(rank: u32, block_size: Option<BlockSize>) -> Self {
         Self {
             rank,
-            translator: Translator::new(rank),
+            block_size,
+            translator: Translator::new(rank, block_size),
             last: None,
             payloads: VecDeque::new(),
             bytes: 0,
@@ -63,7 +67,7 @@ impl KeptEvents {
     }
 
     fn begin_life(&mut self) {
-        self.translator = Translator::new(self.rank);
+        self.translator = Translator::new(self.rank, self.block_size);
         self.drop_first(self.payloads.len());
         self.lives += 1;
     }
@@ -91,7 +95,7 @@ impl KeptEvents {
         self.is_doubtful = false;
         self.last = Some(event.number);
         for (seq, payload) in self.translator.translate(self.lives.into(), event) {
-            self.bytes += payload.len();
+            self.bytes += payload.len() + PAYLOAD_OVERHEAD;
             self.payloads.push_back((seq, payload));
         }
         while self.bytes > KEPT_BYTES_MAX && self.payloads.len() > 1 {
@@ -102,7 +106,7 @@ impl KeptEvents {
 
     fn drop_first(&mut self, count: usize) {
         for (_, payload) in self.payloads.drain(..count) {
-            self.bytes -= payload.len();
+            self.bytes -= payload.len() + PAYLOAD_OVERHEAD;
             self.dropped += 1;
         }
     }

@@ -61,7 +61,7 @@ async fn follow(engine: &Arc<Engine>, ranks: u32) -> Vec<Follower> {
     let tls = EngineTls::system().unwrap();
     let mut http = EngineHttp::new(&base, EngineKeySource::default(), &tls).unwrap();
     let route = http.drain(&format!("{base}/kv_cache_events"));
-    let drain = Arc::new(EventDrain::new(route, ranks));
+    let drain = Arc::new(EventDrain::new(route, ranks, None));
     let follower = |rank| Follower {
         feed: DrainedFeed::new(Arc::clone(&drain), DpRank(rank)),
         events: VecDeque::new(),
@@ -329,6 +329,21 @@ async fn a_rank_that_is_not_followed_voids_the_others() {
     assert_eq!(follower.next().await, Reported::Up);
     follower.request(0);
     follower.assert_silent(&engine).await;
+    // The engine restarts without that rank.
+    engine.add(&[created(0)]);
+    assert_eq!(follower.next().await, Reported::Replayed(vec![0]));
+}
+
+#[test]
+fn kept_events_are_bounded_also_if_they_are_small() {
+    let mut kept = KeptEvents::new(0, None);
+    for number in 0..200_000 {
+        let answer = json!([created(number)]).to_string();
+        kept.take(&trtllm::events(answer.as_bytes()).unwrap()[0]);
+    }
+    assert_eq!(kept.end(), 200_000);
+    let (first, ..) = kept.at(0).unwrap();
+    assert!((40_000..190_000).contains(&first.0), "{first:?}");
 }
 
 #[tokio::test]

@@ -54,7 +54,7 @@ impl Follower {
             ..MirrorConfig::default()
         };
         Self {
-            translator: Translator::new(0),
+            translator: Translator::new(0, None),
             mirror: Mirror::new(config, Start::Empty),
         }
     }
@@ -125,7 +125,7 @@ fn answer(events: &[Value]) -> String {
 
 /// The stores in the translation of one event, of which two blocks came before.
 fn translated(event: Value) -> Vec<StoredBlocks> {
-    let mut translator = Translator::new(3);
+    let mut translator = Translator::new(3, None);
     let first = stored(0, None, &[block(1, 0..SIZE), block(2, 0..SIZE)]);
     let answer = answer(&[first, event]);
     let mut events = events(answer.as_bytes()).unwrap().into_iter();
@@ -260,6 +260,70 @@ fn what_is_no_plain_text_is_opaque_or_seeded() {
         let stored = translated(stored(1, None, &[older])).remove(0);
         assert!(!stored.reports_extra_keys, "{field}");
     }
+}
+
+#[test]
+fn the_second_kv_manager_never_fills_its_keys() {
+    let mut complete = block(5, 0..SIZE);
+    complete["cache_salt"] = Value::Null;
+    complete["lora_id"] = Value::Null;
+    let reports = |field: &str, value: Value| {
+        let mut event = stored(1, None, &[complete.clone()]);
+        event[field] = value;
+        translated(event).remove(0).reports_extra_keys
+    };
+    assert!(!reports("layer_group_id", json!(0)));
+    assert!(!reports("hash_algo", json!("v2_sha256")));
+    assert!(reports("hash_algo", json!("v1")));
+}
+
+#[test]
+fn tokens_that_are_no_numbers_make_only_their_block_opaque() {
+    let mut image = block(5, 0..SIZE);
+    let opaque = |id: Value| {
+        image["tokens"][1]["token_id"] = id;
+        let plain = block(4, 0..SIZE);
+        let stored = translated(stored(1, Some(2), &[plain, image.clone()])).remove(0);
+        assert_eq!(stored.hashes, [4, 5].map(EngineHash));
+        assert_eq!(stored.keys.len(), 1, "the first block is plain");
+        stored.keys[0].1.opaque.clone().unwrap()
+    };
+    let [first, second, large] = [json!("ab12"), json!("cd34"), json!(1_u64 << 32)].map(opaque);
+    assert!(first != second && second != large, "by what they are");
+}
+
+#[test]
+fn a_configured_block_size_needs_no_wait() {
+    let mut follower = Follower::new();
+    follower.translator = Translator::new(0, BlockSize::new(SIZE));
+    let one = stored(0, None, &[block(1, 0..SIZE)]);
+    assert_eq!(follower.take(&answer(&[one])), [0]);
+    assert_eq!(follower.held(Tier::Gpu), prefixes(&[0, 1, 2, 3]));
+}
+
+#[test]
+fn what_is_kept_and_read_is_bounded() {
+    let mut follower = Follower::new();
+    let long: Vec<u32> = (0..20_000).collect();
+    for number in 0..20 {
+        let one = stored(number, None, &[block(number, long.clone())]);
+        follower.take(&answer(&[one]));
+    }
+    assert!(follower.translator.waiting_bytes <= WAITING_BYTES_MAX);
+    assert!((1..20).contains(&follower.translator.waiting.len()));
+    let mut windows = Follower::new();
+    windows.translator = Translator::new(0, BlockSize::new(SIZE));
+    for number in 0..100 {
+        let mut one = stored(number, None, &[block(number, 0..SIZE)]);
+        one["window_size"] = number.into();
+        windows.take(&answer(&[one]));
+    }
+    assert_eq!(windows.translator.windows.len(), WINDOWS_MAX);
+    assert_eq!(windows.held(Tier::Gpu), []);
+    let many = |count: usize| format!("[{}{{}}]", "{},".repeat(count - 1));
+    assert!(events(many(EVENTS_MAX).as_bytes()).unwrap().is_empty());
+    assert!(events(many(EVENTS_MAX + 1).as_bytes()).is_err());
+    assert!(events(b"[] []").is_err());
 }
 
 #[test]
