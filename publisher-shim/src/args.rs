@@ -7,7 +7,9 @@ use clap::{Parser, ValueEnum};
 use serde::Deserialize;
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::build;
-use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size, is_endpoint, is_event_route};
+use warmroute_process::engine_args::{
+    BLOCK_TOKENS_MAX, block_size, is_endpoint, is_event_route, is_route_of,
+};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
 use warmroute_proto::WorkerId;
@@ -160,6 +162,8 @@ pub enum ConfigError {
         flag: &'static str,
         endpoint: String,
     },
+    #[error("--kv-endpoint {0:?} is not of the server of --worker-url, whose key it would get")]
+    OtherServer(String),
     #[error("--{flag} {url:?} is not http://HOST:PORT or https://HOST:PORT")]
     Url { flag: &'static str, url: String },
     #[error("{0} is a loopback address: set --advertise-url to the address that routers use")]
@@ -196,6 +200,11 @@ impl TryFrom<Args> for Config {
             None => None,
         };
         let is_route = args.kv_endpoint.as_deref().is_some_and(is_event_route);
+        if let Some(route) = args.kv_endpoint.as_ref().filter(|_| is_route)
+            && !is_route_of(route, &worker_url)
+        {
+            return Err(ConfigError::OtherServer(route.clone()));
+        }
         let (kv_endpoint, kv_replay_endpoint) = match args.kv_replay_endpoint {
             None if is_route => (args.kv_endpoint, None),
             replay => (
@@ -332,6 +341,7 @@ mod tests {
             ("--advertise-url=h:1", "--advertise-url"),
             ("--kv-endpoint=h:1", "--kv-endpoint"),
             ("--kv-endpoint=http://h:1", "--kv-endpoint"),
+            ("--kv-endpoint=http://other:8000/events", "--worker-url"),
             ("--kv-replay-endpoint=http://h:1/x", "--kv-replay-endpoint"),
             ("--kv-replay-endpoint=tcp://*:1", "--kv-replay-endpoint"),
             ("--ranks=0", "--ranks"),

@@ -34,6 +34,14 @@ pub fn is_event_route(endpoint: &str) -> bool {
     })
 }
 
+/// Whether such a route is of the server at this URL: the server's key goes to it. All requests to a
+/// `unix:` worker go to its socket.
+#[must_use]
+pub fn is_route_of(route: &str, worker_url: &str) -> bool {
+    let origin = |url| reqwest::Url::parse(url).map(|url| url.origin()).ok();
+    worker_url.starts_with("unix:") || origin(route) == origin(worker_url)
+}
+
 /// A block size of 1 to [`BLOCK_TOKENS_MAX`] tokens.
 #[must_use]
 pub fn block_size(tokens: u32) -> Option<BlockSize> {
@@ -79,6 +87,17 @@ mod tests {
             "ftp://h/x",
         ] {
             assert!(!is_event_route(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_route_is_of_its_workers_server() {
+        let route = "http://h:80/kv_cache_events";
+        for worker in ["http://h", "http://H:80/v", "unix:/run/x"] {
+            assert!(is_route_of(route, worker), "{worker}");
+        }
+        for worker in ["https://h:80", "http://h:81", "http://other", "h"] {
+            assert!(!is_route_of(route, worker), "{worker}");
         }
     }
 

@@ -284,7 +284,10 @@ impl Translator {
         self.waiting.push_back(decoded);
         if waits {
             self.bound_waiting();
-            return Vec::new();
+            if self.is_waiting() {
+                return Vec::new();
+            }
+            return vec![(seq, self.payload(unix_seconds, &[WireEvent::Unreadable]))];
         }
         self.waiting_bytes = 0;
         let events = std::mem::take(&mut self.waiting);

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use clap::ValueEnum as _;
 use serde::{Deserialize, Deserializer};
-use warmroute_process::engine_args::{is_endpoint, is_event_route};
+use warmroute_process::engine_args::{is_endpoint, is_event_route, is_route_of};
 use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
@@ -60,6 +60,8 @@ pub enum WorkerSpecError {
         "{key}={value:?} is not tcp://HOST:PORT, ipc://PATH or, for kv=, http://HOST:PORT/PATH"
     )]
     Endpoint { key: &'static str, value: String },
+    #[error("kv={0:?} is not of the worker's server, whose key it would get")]
+    OtherServer(String),
     #[error("ranks={0:?} is not a number from 1 to {RANKS_MAX}")]
     Ranks(String),
     #[error("id= has not between 1 and {ID_BYTES_MAX} bytes")]
@@ -107,6 +109,9 @@ impl TryFrom<WorkerFields> for WorkerSpec {
         };
         let is_route = fields.kv.as_deref().is_some_and(is_event_route);
         let kv = match fields.kv {
+            Some(kv) if is_route && !is_route_of(&kv, &url) => {
+                return Err(WorkerSpecError::OtherServer(kv));
+            }
             Some(kv) if !is_route => Some(endpoint("kv", kv)?),
             kv => kv,
         };
@@ -256,6 +261,12 @@ mod tests {
         assert_eq!(spec.key_file, Some("/run/key".into()));
         let spec = parse("http://h:1,kv=http://h:1/kv_cache_events").unwrap();
         assert_eq!(spec.kv.as_deref(), Some("http://h:1/kv_cache_events"));
+        let other = "http://other:1/kv_cache_events";
+        assert_eq!(
+            parse(&format!("http://h:1,kv={other}")).unwrap_err(),
+            WorkerSpecError::OtherServer(other.to_owned())
+        );
+        parse("unix:/run/x,kv=http://localhost/kv_cache_events").unwrap();
         let table = "url = \"http://h:1\"\nassume = [\"plain-lookup\"]";
         let spec: WorkerSpec = toml::from_str(table).unwrap();
         assert_eq!(spec.assume, [Assumed::PlainLookup]);
