@@ -14,10 +14,13 @@ use axum::http::StatusCode;
 use bytes::Bytes;
 use engine::{FakeEngine, Http, Order, Pages, clear, http, remove, sources, store};
 use futures_util::StreamExt as _;
+use serde_json::json;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_plane::{Broadcast, LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream};
+use warmroute_plane::{
+    Broadcast, LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream, PutIf,
+};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncReason, ResyncRequest, WorkerEntry};
 use warmroute_proto::subject::Subjects;
@@ -126,6 +129,15 @@ impl World {
             }
         };
         timeout(DEADLINE, wait).await.expect("no such heartbeat")
+    }
+
+    async fn until_leads_is(&self, wanted: bool) {
+        let wait = async {
+            while self.handle.leads() != wanted {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(DEADLINE, wait).await.expect("the lease");
     }
 
     fn say(&self, change: impl FnOnce(&mut Pages)) {
@@ -298,6 +310,35 @@ async fn row_30_a_reset_of_an_idle_engine_is_seen_and_flushed() {
         .heartbeat(|h| h.states.gpu == TierState::Complete && h.after.count == 0)
         .await;
     assert_eq!(world.http.lock().unwrap().completions, 1);
+    world.end().await;
+}
+
+/// The other holder may have taken events of the idle engine.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shim_that_lost_its_lease_continues_no_numbers_of_a_route() {
+    let mut world = start_with(|config, _| {
+        config.kv_endpoint = Some(format!("{}/kv_cache_events", config.worker_url));
+    })
+    .await;
+    let event = |number: u64| json!({"event_id": number, "data": {"type": "created"}});
+    world.say(|pages| pages.events = vec![event(0), event(1)]);
+    let is_credited = |h: &Heartbeat| h.states.gpu == TierState::Unverified;
+    world.heartbeat(is_credited).await;
+    let key = world.subjects.shim_key(&source().worker);
+    let other = Bytes::from_static(b"other");
+    let put = world.plane.put(key.clone(), other, PutIf::Always, None);
+    let revision = put.await.unwrap();
+    world.until_leads_is(false).await;
+    world.plane.delete(key, revision).await.unwrap();
+    let subject = world.subjects.heartbeat(&source());
+    world.until_leads_is(true).await;
+    world.heartbeats = world.plane.subscribe(subject).await.unwrap();
+    for _ in 0..4 {
+        let heartbeat = world.heartbeat(|_| true).await;
+        assert!(!is_credited(&heartbeat), "{heartbeat:?}");
+    }
+    world.say(|pages| pages.events = vec![event(2)]);
+    world.heartbeat(is_credited).await;
     world.end().await;
 }
 

@@ -161,6 +161,8 @@ pub(crate) struct Pages {
     /// Calls of `/reset_prefix_cache`; `None` without development routes.
     pub(crate) resets: Option<u64>,
     pub(crate) is_sleeping: bool,
+    /// What the next read of `/kv_cache_events` takes.
+    pub(crate) events: Vec<Value>,
     /// Requests for one token.
     pub(crate) completions: u32,
     blocks: u32,
@@ -211,6 +213,10 @@ fn page(pages: &mut Pages, path: &str, key: Option<&HeaderValue>) -> (StatusCode
             pages.completions += 1;
             Some("{}".to_owned())
         }
+        "/kv_cache_events" => {
+            let events = std::mem::take(&mut pages.events);
+            Some(Value::from(events).to_string())
+        }
         "/kv_event_sources" => pages.sources.as_ref().map(Value::to_string),
         _ => None,
     };
@@ -231,6 +237,7 @@ pub(crate) async fn http(
         sources: None,
         resets: None,
         is_sleeping: false,
+        events: Vec::new(),
         completions: 0,
         blocks,
     }));
