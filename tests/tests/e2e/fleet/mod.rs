@@ -367,18 +367,19 @@ impl Fleet {
 
     /// Waits until every index has applied every engine's last batch that changed a pair.
     pub(crate) async fn until_indexed(&self) {
-        self.until_states(|form| vec![form.best_state()]).await;
+        self.until_states(|form, state| state == form.best_state())
+            .await;
     }
 
     /// Like `until_indexed`, with every source in one of these states.
-    pub(crate) async fn until_indexed_as(&self, states: &[&'static str]) {
-        self.until_states(|_| states.to_vec()).await;
+    pub(crate) async fn until_indexed_as(&self, states: &[&str]) {
+        self.until_states(|_, state| states.contains(&state)).await;
     }
 
-    async fn until_states(&self, wanted: impl Fn(Form) -> Vec<&'static str>) {
+    async fn until_states(&self, is_wanted: impl Fn(Form, &str) -> bool) {
         self.until("the index has caught up", async |fleet| {
             for base in fleet.indexes() {
-                if !fleet.has_caught_up(&base, &wanted).await {
+                if !fleet.has_caught_up(&base, &is_wanted).await {
                     return false;
                 }
             }
@@ -387,11 +388,10 @@ impl Fleet {
         .await;
     }
 
-    async fn has_caught_up(&self, index: &str, wanted: impl Fn(Form) -> Vec<&'static str>) -> bool {
+    async fn has_caught_up(&self, index: &str, is_wanted: impl Fn(Form, &str) -> bool) -> bool {
         let indexed = self.positions(index).await;
         for engine in 0..self.engines.len() {
             let form = Form::of(engine, self.flags.forms);
-            let states = wanted(form);
             match form.events {
                 Events::Published => {}
                 Events::None => continue,
@@ -401,7 +401,7 @@ impl Fleet {
                 let number = rank["dp_rank"].as_u64().expect("a rank");
                 let wanted = rank["published_seq_that_changed"].as_u64();
                 match indexed.get(&(worker_name(engine), number)) {
-                    Some((state, seq)) if states.contains(&&**state) && *seq >= wanted => {}
+                    Some((state, seq)) if is_wanted(form, state) && *seq >= wanted => {}
                     Some(_) | None => return false,
                 }
             }
