@@ -214,7 +214,7 @@ async fn a_pause_proves_nothing_although_the_numbers_may_fit() {
         let follower = &mut follow(&engine, 1).await[0];
         assert_eq!(follower.next().await, Reported::Up);
         assert_eq!(follower.replay(10).await, [10]);
-        // Another process leads, and takes what comes meanwhile.
+        // Another process leads, and takes what comes.
         follower.feed.paused();
         assert_eq!(follower.next().await, Reported::Up);
         follower.request(10);

@@ -286,7 +286,7 @@ fn tokens_that_are_no_numbers_make_only_their_block_opaque() {
         let stored = translated(stored(1, Some(2), &[plain, image.clone()])).remove(0);
         assert_eq!(stored.hashes, [4, 5].map(EngineHash));
         assert_eq!(stored.keys.len(), 1, "the first block is plain");
-        stored.keys[0].1.opaque.clone().unwrap()
+        stored.keys[0].1.opaque.unwrap()
     };
     let [first, second, large] = [json!("ab12"), json!("cd34"), json!(1_u64 << 32)].map(opaque);
     assert!(first != second && second != large, "by what they are");
