@@ -69,7 +69,7 @@ impl Form {
     pub(super) const fn assumed(self) -> &'static [&'static str] {
         match self.engine {
             EngineKind::Vllm | EngineKind::Sglang => &[],
-            EngineKind::Trtllm => &["no-extra-keys", "plain-lookup"],
+            EngineKind::Trtllm => &["no-extra-keys"],
             EngineKind::Lmcache => &["no-extra-keys", "no-lora"],
         }
     }
