@@ -187,6 +187,7 @@ impl EngineArgs {
             let itl = Duration::try_from_secs_f64(millis / 1000.0);
             profile.itl = itl.context("--itl-ms must be a time")?;
             profile.itl_per_sequence = Duration::ZERO;
+            profile.itl_per_context_token = Duration::ZERO;
         }
         Ok(profile)
     }

@@ -132,6 +132,7 @@ fn report(samples: &Samples, profile: &EngineProfile, simulated: &Figures) -> St
         prefill_tokens_per_sec: rate,
         step_ms: step,
         step_ms_per_sequence: each,
+        step_ms_per_context_token: context_token,
         step_overhead_ms: overhead,
         async_scheduling,
         request_ms: outside,
@@ -145,7 +146,11 @@ fn report(samples: &Samples, profile: &EngineProfile, simulated: &Figures) -> St
     let mut lines = vec![
         format!("{samples}"),
         format!("prefill {rate:.0} tokens/s; steps of {step:.3} ms, {each:.4} ms more for each"),
-        format!("further sequence, {overhead:.3} ms of overhead; {outside:.3} ms outside engines"),
+        format!(
+            "further sequence, {:.4} ms for 1,000 tokens of context,",
+            1e3 * context_token
+        ),
+        format!("{overhead:.3} ms of overhead; {outside:.3} ms outside engines"),
         format!("{cache}{scheduling}"),
         String::new(),
         format!(

@@ -16,6 +16,9 @@ pub struct EngineProfile {
     pub step_ms: f64,
     /// Step time of each further decoding sequence.
     pub step_ms_per_sequence: f64,
+    /// Step time of each token of the decoding sequences' contexts.
+    #[serde(default)]
+    pub step_ms_per_context_token: f64,
     /// Step time of any step.
     pub step_overhead_ms: f64,
     /// Whether a step is scheduled while the one before runs, which vLLM does by default.
@@ -69,6 +72,12 @@ impl EngineProfile {
                 0.0,
                 STEP_MS_MAX,
             ),
+            (
+                "step_ms_per_context_token",
+                self.step_ms_per_context_token,
+                0.0,
+                STEP_MS_MAX,
+            ),
             ("step_overhead_ms", self.step_overhead_ms, 0.0, STEP_MS_MAX),
             ("request_ms", self.request_ms, 0.0, STEP_MS_MAX),
             ("cache_tokens", cache, 1.0, 1e9),
@@ -98,6 +107,7 @@ impl EngineProfile {
             prefill_tokens_per_sec: self.prefill_tokens_per_sec,
             itl: millis(self.step_ms),
             itl_per_sequence: millis(self.step_ms_per_sequence),
+            itl_per_context_token: millis(self.step_ms_per_context_token),
             step_overhead: millis(self.step_overhead_ms),
             load_tokens_per_sec: 0.0,
             async_scheduling: self.async_scheduling,
@@ -111,7 +121,8 @@ mod tests {
     use super::*;
 
     const TEXT: &str = r#"{"prefill_tokens_per_sec": 20000, "step_ms": 7,
-        "step_ms_per_sequence": 0.06, "step_overhead_ms": 1}"#;
+        "step_ms_per_sequence": 0.06, "step_ms_per_context_token": 0.000045,
+        "step_overhead_ms": 1}"#;
 
     #[test]
     fn a_profile_is_read_as_it_is_written() {

@@ -5,7 +5,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::cache::{self, CachedPrompt};
-use super::concurrency::Concurrency;
+use super::concurrency::{Concurrency, OpenInterval};
 use super::regression::fit;
 use super::{EngineProfile, FitError, ROWS_MIN};
 use crate::recording::{RecordedOutcome, Recording, RequestFacts};
@@ -48,8 +48,18 @@ struct ServedRequest {
 struct SourceActivity {
     prefill: Concurrency,
     decode: Concurrency,
+    /// Tokens of the decoding sequences' contexts.
+    contexts: Concurrency,
     /// Uncached tokens of all prompts whose first token came until then.
     computed: Vec<(f64, f64)>,
+}
+
+/// Means over a time.
+#[derive(Clone, Copy, Debug)]
+struct RunningMean {
+    sequences: f64,
+    /// Of all their contexts.
+    tokens: f64,
 }
 
 /// Steps that a prompt waits beyond the rest of the current one, from which on the engine schedules
@@ -62,6 +72,7 @@ struct StepCosts {
     /// The part of a decode step that does not depend on its sequences, with `overhead`.
     base: f64,
     each: f64,
+    per_context_token: f64,
     per_token: f64,
     overhead: f64,
     /// Beyond the step of an idle engine's first token.
@@ -154,6 +165,7 @@ impl Samples {
             prefill_tokens_per_sec: 1.0 / times.per_token,
             step_ms: step * 1000.0,
             step_ms_per_sequence: times.each * 1000.0,
+            step_ms_per_context_token: times.per_context_token * 1000.0,
             step_overhead_ms: times.overhead * 1000.0,
             request_ms: times.request * 1000.0,
             async_scheduling: times.ahead > STEPS_AHEAD_MIN,
@@ -167,10 +179,11 @@ impl Samples {
         let (decode, alone) = (self.decode_rows(), self.alone());
         enough("answers of several tokens", decode.len())?;
         enough("prompts that no other prompt waited beside", alone.len())?;
-        let [base, each, per_token] = fit(&decode);
+        let [base, each, per_context_token, per_token] = fit(&decode);
         let mut times = StepCosts {
             base,
             each,
+            per_context_token,
             per_token,
             ..StepCosts::default()
         };
@@ -182,40 +195,46 @@ impl Samples {
             let idle = times.overhead;
             times.overhead = idle.min(times.base + times.each);
             times.request = idle - times.overhead;
-            let rows = decode.iter().map(|&([gaps, running, prefill], secs)| {
-                ([gaps, running], secs - times.per_token * prefill)
-            });
-            [times.base, times.each] = fit(&rows.collect::<Vec<_>>());
+            let rows = decode
+                .iter()
+                .map(|&([gaps, running, contexts, prefill], secs)| {
+                    ([gaps, running, contexts], secs - times.per_token * prefill)
+                });
+            let rows: Vec<_> = rows.collect();
+            [times.base, times.each, times.per_context_token] = fit(&rows);
         }
         Ok(times)
     }
 
-    /// Decode times over gaps, gaps × sequences, and tokens prefilled in that time. The scatter of
-    /// a sum of steps grows with the root of their number, and is divided by it.
-    fn decode_rows(&self) -> Vec<([f64; 3], f64)> {
+    /// Decode times over gaps, gaps × sequences, gaps × tokens of their contexts, and tokens
+    /// prefilled in that time. The scatter of a sum of steps grows with the root of their number,
+    /// and is divided by it.
+    fn decode_rows(&self) -> Vec<([f64; 4], f64)> {
         let answers = self.requests.iter().filter(|served| served.gaps > 0.0);
         let row = |served: &ServedRequest| {
             let engine = &self.engines[served.source];
-            let running = engine.decode.mean(served.first, served.end);
+            let running = engine.running(served.first, served.end);
             let prefill = engine.computed_until(served.end) - engine.computed_until(served.first);
             let root = served.gaps.sqrt();
-            let row = [root, root * running, prefill / root];
+            let RunningMean { sequences, tokens } = running;
+            let row = [root, root * sequences, root * tokens, prefill / root];
             (row, (served.end - served.first) / root)
         };
         answers.map(row).collect()
     }
 
-    /// Requests in whose prefill no other took part, with the mean number of sequences that ran then:
-    /// 0, or at least 1.
-    fn alone(&self) -> Vec<(ServedRequest, f64)> {
+    /// Requests in whose prefill no other took part, with the sequences that ran then: none, or at
+    /// least one in the mean.
+    fn alone(&self) -> Vec<(ServedRequest, RunningMean)> {
         let each = self.requests.iter().map(|served| {
             let engine = &self.engines[served.source];
             let (start, end) = (served.arrived, served.first);
-            let running = engine.decode.mean(start, end);
+            let running = engine.running(start, end);
             (*served, engine.prefill.mean(start, end), running)
         });
-        let alone = each
-            .filter(|&(_, waiting, running)| waiting < 1.001 && !(0.001..0.999).contains(&running));
+        let alone = each.filter(|&(_, waiting, running)| {
+            waiting < 1.001 && !(0.001..0.999).contains(&running.sequences)
+        });
         alone
             .map(|(served, _, running)| (served, running))
             .collect()
@@ -236,15 +255,42 @@ impl Samples {
             sum += *tokens;
             *tokens = sum;
         }
+        let prefill = mine().map(|served| OpenInterval {
+            start: served.arrived,
+            end: served.first,
+            value: 1.0,
+        });
+        let decode = |value: fn(&ServedRequest) -> f64| {
+            Concurrency::new(mine().map(move |served| OpenInterval {
+                start: served.first,
+                end: served.end,
+                value: value(served),
+            }))
+        };
         SourceActivity {
-            prefill: Concurrency::new(mine().map(|served| (served.arrived, served.first))),
-            decode: Concurrency::new(mine().map(|served| (served.first, served.end))),
+            prefill: Concurrency::new(prefill),
+            decode: decode(|_| 1.0),
+            contexts: decode(ServedRequest::context),
             computed,
         }
     }
 }
 
+impl ServedRequest {
+    /// Tokens of the context, in the mean over the answer.
+    fn context(&self) -> f64 {
+        self.prompt + self.gaps / 2.0
+    }
+}
+
 impl SourceActivity {
+    fn running(&self, start: f64, end: f64) -> RunningMean {
+        RunningMean {
+            sequences: self.decode.mean(start, end),
+            tokens: self.contexts.mean(start, end),
+        }
+    }
+
     fn computed_until(&self, at: f64) -> f64 {
         let later = self.computed.partition_point(|(first, _)| *first <= at);
         later
@@ -256,11 +302,16 @@ impl SourceActivity {
 /// Time to the first token over uncached tokens, steps of an idle engine, and the time of a step
 /// that is waited for. Where sequences run, the steps' time is known, and half a step passes until
 /// the next one begins.
-fn first_token_row(served: ServedRequest, running: f64, times: StepCosts) -> ([f64; 3], f64) {
+fn first_token_row(
+    served: ServedRequest,
+    running: RunningMean,
+    times: StepCosts,
+) -> ([f64; 3], f64) {
     let steps = (served.uncached / STEP_TOKENS).ceil();
     let secs = served.first - served.arrived;
-    if running > 0.0 {
-        let step = times.base + times.each * running;
+    if running.sequences > 0.0 {
+        let contexts = times.per_context_token * running.tokens;
+        let step = times.base + times.each * running.sequences + contexts;
         let row = [served.uncached, 0.0, step];
         (row, secs - times.request - (steps + 0.5) * step)
     } else {

@@ -256,6 +256,7 @@ impl StepScheduler {
             }
             if scheduled == 1 && sequence.computed >= sequence.prompt_len {
                 outcome.work.decode_sequences += 1;
+                outcome.work.context_tokens += sequence.computed;
             } else {
                 outcome.work.prefill_tokens += scheduled;
                 self.totals.computed_prompt_tokens += scheduled as u64;

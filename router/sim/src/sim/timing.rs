@@ -1,6 +1,7 @@
 //! Duration of a step: a linear model of prefill and decode.
 //!
-//! It ignores the context's length; a profile stands for typical prompts.
+//! A decoding sequence reads the keys and values of its whole context in each step, so that steps
+//! grow with the tokens of all contexts. Prefill has one rate: a profile stands for typical prompts.
 
 use std::time::Duration;
 
@@ -13,6 +14,8 @@ pub struct TimingProfile {
     pub itl: Duration,
     /// Additional step time per further decoding sequence.
     pub itl_per_sequence: Duration,
+    /// Additional step time per token of all decoding sequences' contexts.
+    pub itl_per_context_token: Duration,
     /// Step time of any step.
     pub step_overhead: Duration,
     /// Tokens per second copied from a lower tier; 0 means instantly.
@@ -30,6 +33,8 @@ pub struct TimingProfile {
 pub struct StepWork {
     pub prefill_tokens: usize,
     pub decode_sequences: usize,
+    /// Computed tokens of the decoding sequences, prompts included.
+    pub context_tokens: usize,
     pub loaded_tokens: usize,
 }
 
@@ -45,28 +50,32 @@ impl TimingProfile {
         prefill_tokens_per_sec: 0.0,
         itl: Duration::ZERO,
         itl_per_sequence: Duration::ZERO,
+        itl_per_context_token: Duration::ZERO,
         step_overhead: Duration::ZERO,
         load_tokens_per_sec: 0.0,
         async_scheduling: false,
         request_latency: Duration::ZERO,
     };
 
-    /// An 8-billion-parameter model on one large accelerator.
+    /// An 8-billion-parameter model on one large accelerator: 128 KiB of keys and values a token, read
+    /// at 2.9 TB/s.
     pub const GPU_8B: Self = Self {
         prefill_tokens_per_sec: 20_000.0,
         itl: Duration::from_micros(7_000),
         itl_per_sequence: Duration::from_micros(60),
+        itl_per_context_token: Duration::from_nanos(45),
         step_overhead: Duration::from_micros(1_000),
         load_tokens_per_sec: 150_000.0,
         async_scheduling: false,
         request_latency: Duration::ZERO,
     };
 
-    /// A 70-billion-parameter model on four large accelerators.
+    /// A 70-billion-parameter model on four large accelerators: 320 KiB of keys and values a token.
     pub const GPU_70B: Self = Self {
         prefill_tokens_per_sec: 7_000.0,
         itl: Duration::from_micros(18_000),
         itl_per_sequence: Duration::from_micros(150),
+        itl_per_context_token: Duration::from_nanos(28),
         step_overhead: Duration::from_micros(1_500),
         load_tokens_per_sec: 80_000.0,
         async_scheduling: false,
@@ -78,6 +87,7 @@ impl TimingProfile {
         prefill_tokens_per_sec: 200_000.0,
         itl: Duration::from_micros(1_000),
         itl_per_sequence: Duration::from_micros(5),
+        itl_per_context_token: Duration::from_nanos(5),
         step_overhead: Duration::from_micros(100),
         load_tokens_per_sec: 1_500_000.0,
         async_scheduling: false,
@@ -108,10 +118,13 @@ impl TimingProfile {
             Ok(sequences) => self.itl + self.itl_per_sequence * (sequences - 1),
             Err(_) => Duration::MAX,
         };
+        let contexts = u32::try_from(work.context_tokens).unwrap_or(u32::MAX);
+        let contexts = self.itl_per_context_token.saturating_mul(contexts);
         self.step_overhead
             .saturating_add(at_rate(work.prefill_tokens, self.prefill_tokens_per_sec))
             .saturating_add(at_rate(work.loaded_tokens, self.load_tokens_per_sec))
             .saturating_add(decode)
+            .saturating_add(contexts)
     }
 }
 
@@ -147,23 +160,26 @@ mod tests {
             prefill_tokens_per_sec: 1_000.0,
             itl: Duration::from_millis(10),
             itl_per_sequence: Duration::from_millis(1),
+            itl_per_context_token: Duration::from_micros(10),
             step_overhead: Duration::from_millis(2),
             load_tokens_per_sec: 10_000.0,
             async_scheduling: false,
             request_latency: Duration::ZERO,
         };
-        let check = |prefill_tokens, decode_sequences, loaded_tokens, millis| {
+        let check = |prefill_tokens, decode_sequences, context_tokens, loaded_tokens, millis| {
             let work = StepWork {
                 prefill_tokens,
                 decode_sequences,
+                context_tokens,
                 loaded_tokens,
             };
             assert_eq!(profile.step_time(work), Duration::from_millis(millis));
         };
-        check(0, 0, 0, 0);
-        check(500, 0, 0, 502);
-        check(0, 1, 0, 12);
-        check(0, 4, 0, 15);
-        check(500, 4, 100, 525);
+        check(0, 0, 0, 0, 0);
+        check(500, 0, 0, 0, 502);
+        check(0, 1, 0, 0, 12);
+        check(0, 4, 0, 0, 15);
+        check(0, 4, 1_000, 0, 25);
+        check(500, 4, 0, 100, 525);
     }
 }
