@@ -121,8 +121,7 @@ mod tests {
     use super::*;
 
     const TEXT: &str = r#"{"prefill_tokens_per_sec": 20000, "step_ms": 7,
-        "step_ms_per_sequence": 0.06, "step_ms_per_context_token": 0.000045,
-        "step_overhead_ms": 1}"#;
+        "step_ms_per_sequence": 0.06, "step_overhead_ms": 1}"#;
 
     #[test]
     fn a_profile_is_read_as_it_is_written() {

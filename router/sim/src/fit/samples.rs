@@ -58,7 +58,7 @@ struct SourceActivity {
 #[derive(Clone, Copy, Debug)]
 struct RunningMean {
     sequences: f64,
-    /// Of all their contexts.
+    /// Tokens of all their contexts.
     tokens: f64,
 }
 

@@ -14,7 +14,8 @@ pub struct TimingProfile {
     pub itl: Duration,
     /// Additional step time per further decoding sequence.
     pub itl_per_sequence: Duration,
-    /// Additional step time per token of all decoding sequences' contexts.
+    /// Additional step time per token of all decoding sequences' contexts. The profiles below stand
+    /// for contexts of a typical length and have none.
     pub itl_per_context_token: Duration,
     /// Step time of any step.
     pub step_overhead: Duration,
@@ -57,25 +58,24 @@ impl TimingProfile {
         request_latency: Duration::ZERO,
     };
 
-    /// An 8-billion-parameter model on one large accelerator: 128 KiB of keys and values a token, read
-    /// at 2.9 TB/s.
+    /// An 8-billion-parameter model on one large accelerator.
     pub const GPU_8B: Self = Self {
         prefill_tokens_per_sec: 20_000.0,
         itl: Duration::from_micros(7_000),
         itl_per_sequence: Duration::from_micros(60),
-        itl_per_context_token: Duration::from_nanos(45),
+        itl_per_context_token: Duration::ZERO,
         step_overhead: Duration::from_micros(1_000),
         load_tokens_per_sec: 150_000.0,
         async_scheduling: false,
         request_latency: Duration::ZERO,
     };
 
-    /// A 70-billion-parameter model on four large accelerators: 320 KiB of keys and values a token.
+    /// A 70-billion-parameter model on four large accelerators.
     pub const GPU_70B: Self = Self {
         prefill_tokens_per_sec: 7_000.0,
         itl: Duration::from_micros(18_000),
         itl_per_sequence: Duration::from_micros(150),
-        itl_per_context_token: Duration::from_nanos(28),
+        itl_per_context_token: Duration::ZERO,
         step_overhead: Duration::from_micros(1_500),
         load_tokens_per_sec: 80_000.0,
         async_scheduling: false,
@@ -87,7 +87,7 @@ impl TimingProfile {
         prefill_tokens_per_sec: 200_000.0,
         itl: Duration::from_micros(1_000),
         itl_per_sequence: Duration::from_micros(5),
-        itl_per_context_token: Duration::from_nanos(5),
+        itl_per_context_token: Duration::ZERO,
         step_overhead: Duration::from_micros(100),
         load_tokens_per_sec: 1_500_000.0,
         async_scheduling: false,
