@@ -7,6 +7,9 @@
 //! stream.
 
 use std::borrow::Cow;
+use std::sync::LazyLock;
+
+use memchr::memmem::{self, Finder};
 
 use super::usage::TokenUsage;
 
@@ -29,6 +32,9 @@ const LAST_EVENTS: [&[u8]; 4] = [
     b"response.incomplete",
     b"response.failed",
 ];
+
+/// Searched in every event: preparing the search takes longer than the search.
+static USAGE_KEY: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage":"#));
 
 /// One event, without the empty line that ended it.
 #[derive(Debug, PartialEq, Eq)]
@@ -159,8 +165,9 @@ impl<'a> SseEvent<'a> {
         let SseEvent::Whole(bytes) = self else {
             return None;
         };
-        let line = bytes.split(|byte| *byte == b'\n').next()?;
-        Some(line.strip_prefix(b"event:")?.trim_ascii())
+        let line = bytes.strip_prefix(b"event:")?;
+        let end = memchr::memchr(b'\n', line).unwrap_or(line.len());
+        Some(line[..end].trim_ascii())
     }
 
     /// The event's `data` lines joined by newlines; `None` for a comment (a keep-alive).
@@ -253,11 +260,11 @@ impl StreamTotals {
             return;
         }
         // Generated text has its quotation marks escaped, so these bytes are a key of the chunk.
-        if contains(&data, br#""usage":"#)
+        if USAGE_KEY.find(&data).is_some()
             && let Some(usage) = TokenUsage::from_json(&data)
         {
             self.usage = Some(usage);
-            if contains(&data, br#""choices":[]"#) {
+            if memmem::find(&data, br#""choices":[]"#).is_some() {
                 return;
             }
         }
@@ -266,10 +273,6 @@ impl StreamTotals {
             self.output_chunks += 1;
         }
     }
-}
-
-fn contains(haystack: &[u8], needle: &[u8]) -> bool {
-    memchr::memmem::find(haystack, needle).is_some()
 }
 
 #[cfg(test)]
