@@ -123,17 +123,29 @@ pub(super) fn is_dense(json: &str) -> bool {
 }
 
 pub(super) fn values_max(json: &str) -> usize {
-    let (mut in_string, mut escaped, mut values) = (false, false, 1);
-    for byte in json.bytes() {
-        if in_string {
-            in_string = escaped || byte != b'"';
-            escaped = !escaped && byte == b'\\';
-        } else {
-            in_string = byte == b'"';
-            values += usize::from(matches!(byte, b',' | b':' | b'[' | b'{'));
+    let begins_value = |byte: &&u8| matches!(byte, b',' | b':' | b'[' | b'{');
+    let (mut rest, mut values) = (json.as_bytes(), 1);
+    loop {
+        let quote = memchr::memchr(b'"', rest);
+        let (outside, string) = rest.split_at(quote.unwrap_or(rest.len()));
+        values += outside.iter().filter(begins_value).count();
+        match string.split_first() {
+            Some((_, string)) => rest = after_string(string),
+            None => return values,
         }
     }
-    values
+}
+
+/// What follows the quotation mark that ends a string.
+fn after_string(string: &[u8]) -> &[u8] {
+    let mut rest = string;
+    while let Some(at) = memchr::memchr2(b'"', b'\\', rest) {
+        if rest[at] == b'"' {
+            return &rest[at + 1..];
+        }
+        rest = rest.get(at + 2..).unwrap_or_default();
+    }
+    &[]
 }
 
 pub(super) fn read<'a>(
@@ -332,5 +344,41 @@ impl<'de> Visitor<'de> for MediaScan {
             media = media.max(found);
         }
         Ok(media)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Byte by byte.
+    fn values_counted(json: &str) -> usize {
+        let (mut in_string, mut escaped, mut values) = (false, false, 1);
+        for byte in json.bytes() {
+            if in_string {
+                in_string = escaped || byte != b'"';
+                escaped = !escaped && byte == b'\\';
+            } else {
+                in_string = byte == b'"';
+                values += usize::from(matches!(byte, b',' | b':' | b'[' | b'{'));
+            }
+        }
+        values
+    }
+
+    #[test]
+    fn values_are_counted_outside_strings() {
+        assert_eq!(values_max(r#"{"a,[":[1,{"b":"\"{,"}]}"#), 7);
+        assert_eq!(values_max(""), 1);
+        assert_eq!(values_max(r#""a\"#), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_has_the_values_that_its_bytes_show(json in r#"[\[{,:"a\\ ]{0,40}"#) {
+            prop_assert_eq!(values_max(&json), values_counted(&json));
+        }
     }
 }
