@@ -191,17 +191,8 @@ impl BpeEncoder {
 
     /// The text as the model sees it, if it differs. Only of a whole piece.
     pub(super) fn normalized(&self, piece: &str) -> Option<String> {
-        // All characters below U+0300 are stable; those from there on begin with such a byte.
-        const FIRST_UNSTABLE: u8 = 0xcc;
-        // A part's maximum takes a few vector instructions.
-        let max = |part: &[u8]| part.iter().fold(0, |max, &byte| byte.max(max));
-        let may_change = self.normalizer == TextNormalizer::Nfc
-            && piece
-                .as_bytes()
-                .chunks(256)
-                .any(|part| max(part) >= FIRST_UNSTABLE)
-            && is_nfc_quick(piece.chars()) != IsNormalized::Yes;
-        may_change.then(|| piece.nfc().map(|(c, _)| c).collect())
+        let changes = self.normalizer == TextNormalizer::Nfc && !is_surely_nfc(piece);
+        changes.then(|| piece.nfc().map(|(c, _)| c).collect())
     }
 
     /// Whether normalization leaves an added token's text as it is.
@@ -318,6 +309,34 @@ impl BpeEncoder {
         }
         self.merges.apply(ids, start, scratch);
     }
+}
+
+/// Whether a quick check shows that a text is in form C. Characters below U+0300 are stable, and
+/// compose only with those from there on: each run of the latter is checked by itself.
+fn is_surely_nfc(text: &str) -> bool {
+    const FIRST_UNSTABLE: char = '\u{300}';
+    let mut rest = text;
+    while let Some(from) = first_unstable(rest.as_bytes()) {
+        let run = &rest[from..];
+        let end = run.find(|c| c < FIRST_UNSTABLE).unwrap_or(run.len());
+        let (run, after) = run.split_at(end);
+        if is_nfc_quick(run.chars()) != IsNormalized::Yes {
+            return false;
+        }
+        rest = after;
+    }
+    true
+}
+
+/// Where the first character from U+0300 on begins.
+fn first_unstable(text: &[u8]) -> Option<usize> {
+    const PART: usize = 64;
+    let is_unstable = |byte: &u8| *byte >= 0xcc;
+    // A part's maximum takes a few vector instructions.
+    let max = |part: &[u8]| part.iter().fold(0, |max, &byte| byte.max(max));
+    let part = text.chunks(PART).position(|part| is_unstable(&max(part)))?;
+    let at = text[part * PART..].iter().position(is_unstable)?;
+    Some(part * PART + at)
 }
 
 fn id(value: &Value) -> Option<u32> {
@@ -441,5 +460,30 @@ impl SymbolTable {
         }
         let is_complete = falls_back_to_bytes && chars.contains_key(&BLANK);
         is_complete.then_some(Self::Chars { chars, bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Marks, characters that compose with others before them, and stable ones between them.
+    const MIXED: [char; 11] = [
+        'a', 'é', '\u{300}', '\u{301}', '\u{316}', '\u{327}', '\u{340}', '\u{1100}', '\u{1161}',
+        '가', '→',
+    ];
+
+    proptest! {
+        #[test]
+        fn runs_are_in_form_c_as_their_text_is(
+            mixed in prop::collection::vec(prop::sample::select(&MIXED), 0..12),
+            stable in 0..130_usize,
+        ) {
+            let text: String = std::iter::repeat_n(' ', stable).chain(mixed).collect();
+            let whole = is_nfc_quick(text.chars()) == IsNormalized::Yes;
+            prop_assert_eq!(is_surely_nfc(&text), whole);
+        }
     }
 }
