@@ -209,7 +209,11 @@ impl ChatTemplates {
             }
         };
         let context = self.context(chat.ending, conversation, arguments, now);
-        let text = self.run(name, context, is_cancelled)?;
+        let out = BoundedText {
+            bytes: Vec::with_capacity(chat.bytes()),
+            is_cancelled,
+        };
+        let text = self.run(name, context, out)?;
         match continued {
             None => Ok(text),
             Some(last) => cut_at_tag(text, &last),
@@ -244,14 +248,10 @@ impl ChatTemplates {
         &self,
         name: &str,
         context: Value,
-        is_cancelled: &dyn Fn() -> bool,
+        mut out: BoundedText<'_>,
     ) -> Result<String, RenderError> {
         let failed = |error: minijinja::Error| RenderError::Template(error.to_string());
         let template = self.env.get_template(name).map_err(failed)?;
-        let mut out = BoundedText {
-            bytes: Vec::new(),
-            is_cancelled,
-        };
         // The template is trusted, its input is not: no input may end the process.
         let render = || template.render_captured_to(context, &mut out).map(drop);
         catch_unwind(AssertUnwindSafe(render))

@@ -175,3 +175,44 @@ proptest! {
         });
     }
 }
+
+/// The rule, byte by byte.
+#[test]
+fn segments_end_at_the_seams_that_the_bytes_before_them_choose() {
+    const PRIME: u32 = 0x9e37_79b1;
+    let slow = |own: &BpeEncoder, text: &str, cuts: CutRule| {
+        let ends = cuts.bytes_min..text.len().min(SEGMENT_BYTES_MAX);
+        let chosen = |at: usize| {
+            let recent = text.as_bytes()[..at].iter().rev().take(4).rev();
+            let recent = recent.fold(0_u32, |recent, byte| recent << 8 | u32::from(*byte));
+            recent.wrapping_mul(PRIME) <= u32::MAX / cuts.one_in || at >= cuts.bytes_max
+        };
+        let is_end =
+            |at: &usize| chosen(*at) && text.is_char_boundary(*at) && own.is_seam(text, *at);
+        ends.into_iter().find(is_end).unwrap_or(text.len())
+    };
+    let prose: String = (0..900).map(|i| format!("Line {i}: é, 中文.\n")).collect();
+    let texts = [
+        prose.clone(),
+        "x".repeat(9000) + &prose,
+        "x".repeat(80_000),
+        "a b".into(),
+    ];
+    for name in ["tiny", "tiny_sp"] {
+        let tokenizer = changed(name, |_| {});
+        let own = tokenizer.own.as_ref().unwrap();
+        for cuts in [CutRule::CACHE, CutRule::EVERY_SEAM] {
+            for text in &texts {
+                let mut rest = text.as_str();
+                for _ in 0..60 {
+                    let length = segment_length(own, rest, cuts);
+                    assert_eq!(length, slow(own, rest, cuts), "{name}, {cuts:?}");
+                    rest = &rest[length..];
+                    if rest.is_empty() {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
