@@ -188,10 +188,9 @@ impl Metrics {
 
     /// All metrics in Prometheus' text format.
     pub(crate) fn text(&self, levels: &Levels) -> Result<Vec<u8>, prometheus::Error> {
-        let mut families = self.registry.gather();
-        families.extend(levels::gather(levels)?);
         let mut text = Vec::new();
-        TextEncoder::new().encode(&families, &mut text)?;
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        text.extend_from_slice(levels::text(levels).as_bytes());
         Ok(text)
     }
 }

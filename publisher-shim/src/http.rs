@@ -77,7 +77,7 @@ async fn ready(State(shown): State<Shown>) -> impl IntoResponse {
 async fn show_metrics(State(shown): State<Shown>) -> impl IntoResponse {
     let format = "text/plain; version=0.0.4";
     let mut page = metrics::text(&shown.handle.sources());
-    metrics::add_shim(&mut page, &shown.handle);
+    page.push_str(&metrics::shim_text(&shown.handle));
     page.push_str(&build::metrics_text());
     if let Some(nats) = &shown.nats {
         page.push_str(&nats.metrics_text());

@@ -367,9 +367,7 @@ impl Metrics {
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         let text =
             String::from_utf8(text).map_err(|error| prometheus::Error::Msg(error.to_string()))?;
-        let mut page = Page { text };
-        page.write(scraped);
-        Ok(page.text)
+        Ok(text + &Page::of(scraped))
     }
 }
 

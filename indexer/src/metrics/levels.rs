@@ -1,18 +1,14 @@
 //! Gauges read from the fold and the process at each scrape.
 
+use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use prometheus::proto::MetricFamily;
-use prometheus::{Gauge, GaugeVec, IntCounter, IntGauge, IntGaugeVec, Registry};
+use warmroute_process::metrics::{MetricKind, MetricLabels, MetricsText};
 use warmroute_proto::Source;
 use warmroute_proto::query::{NO_EVENTS, SourceState, UnknownReason, is_without_events};
 use warmroute_proto::view::SourceFault;
 
 use crate::fold::{Fold, SourceStatus};
-
-use super::{gauge, options};
-
-const SOURCE: [&str; 2] = ["worker", "dp_rank"];
 
 const STATES: [&str; 7] = [
     SourceState::Exact.label(),
@@ -74,162 +70,133 @@ fn shown(sources: &[SourceLevel]) -> Vec<&SourceLevel> {
     shown
 }
 
-/// A registry of one scrape.
-struct Scrape(Registry);
+/// The text of one scrape.
+struct Scrape(MetricsText);
 
 impl Scrape {
-    fn gauge(
-        &self,
-        name: &str,
-        help: &str,
-        value: impl TryInto<i64>,
-    ) -> Result<(), prometheus::Error> {
-        let level = IntGauge::with_opts(options(name, help))?;
-        level.set(gauge(value));
-        self.0.register(Box::new(level))
-    }
-
-    fn seconds(&self, name: &str, help: &str, value: f64) -> Result<(), prometheus::Error> {
-        let level = Gauge::with_opts(options(name, help))?;
-        level.set(value);
-        self.0.register(Box::new(level))
-    }
-
-    fn counter(&self, name: &str, help: &str, value: u64) -> Result<(), prometheus::Error> {
-        let count = IntCounter::with_opts(options(name, help))?;
-        count.inc_by(value);
-        self.0.register(Box::new(count))
-    }
-
-    fn per_source(
-        &self,
+    fn per_source<V: Display>(
+        &mut self,
         name: &str,
         help: &str,
         shown: &[&SourceLevel],
-        of: impl Fn(&SourceStatus) -> Option<u64>,
-    ) -> Result<(), prometheus::Error> {
-        let gauges = IntGaugeVec::new(options(name, help), &SOURCE)?;
-        for (source, status) in shown {
-            if let Some(value) = of(status) {
-                let gauge_of = gauges.with_label_values(&labels(source));
-                gauge_of.set(gauge(value));
-            }
-        }
-        self.0.register(Box::new(gauges))
+        of: impl Fn(&SourceStatus) -> Option<V>,
+    ) {
+        let series = shown.iter().filter_map(|(source, status)| {
+            let labels =
+                MetricLabels::new(&[("dp_rank", &source.dp_rank), ("worker", &source.worker)]);
+            Some((labels, of(status)?))
+        });
+        self.0.family(MetricKind::Gauge, name, help, series);
     }
 
     fn ages(
-        &self,
+        &mut self,
         name: &str,
         help: &str,
         shown: &[&SourceLevel],
         of: impl Fn(&SourceStatus) -> Option<Duration>,
-    ) -> Result<(), prometheus::Error> {
-        let ages = GaugeVec::new(options(name, help), &SOURCE)?;
-        for (source, status) in shown {
-            if let Some(age) = of(status) {
-                let gauge_of = ages.with_label_values(&labels(source));
-                gauge_of.set(age.as_secs_f64());
-            }
-        }
-        self.0.register(Box::new(ages))
+    ) {
+        self.per_source(name, help, shown, |status| {
+            of(status).map(|age| age.as_secs_f64())
+        });
     }
 
     /// A series with value 1 for each source's label; no series for sources without one.
     fn words(
-        &self,
+        &mut self,
         (name, help, label): (&str, &str, &str),
         shown: &[&SourceLevel],
         of: impl Fn(&SourceStatus) -> Option<&'static str>,
-    ) -> Result<(), prometheus::Error> {
-        let words = IntGaugeVec::new(options(name, help), &["worker", "dp_rank", label])?;
-        for (source, status) in shown {
-            if let Some(word) = of(status) {
-                let [worker, rank] = labels(source);
-                words
-                    .with_label_values(&[worker, rank, word.to_owned()])
-                    .set(1);
-            }
-        }
-        self.0.register(Box::new(words))
+    ) {
+        let series = shown.iter().filter_map(|(source, status)| {
+            let labels = MetricLabels::new(&[
+                ("dp_rank", &source.dp_rank),
+                (label, &of(status)?),
+                ("worker", &source.worker),
+            ]);
+            Some((labels, 1))
+        });
+        self.0.family(MetricKind::Gauge, name, help, series);
     }
 
-    fn states(&self, levels: &Levels) -> Result<(), prometheus::Error> {
-        let counts = IntGaugeVec::new(options("sources", "Sources by state."), &["state"])?;
-        for state in STATES {
+    fn states(&mut self, levels: &Levels) {
+        let series = STATES.map(|state| {
             let sources = levels.sources.iter();
             let of = sources.filter(|(_, status)| state_label(status) == state);
-            let count = counts.with_label_values(&[state]);
-            count.set(gauge(of.count()));
-        }
-        self.0.register(Box::new(counts))
+            (MetricLabels::new(&[("state", &state)]), of.count())
+        });
+        let help = "Sources by state.";
+        self.0.family(MetricKind::Gauge, "sources", help, series);
     }
 
-    fn sources(&self, levels: &Levels) -> Result<(), prometheus::Error> {
+    fn sources(&mut self, levels: &Levels) {
         let shown = &*shown(&levels.sources);
         let help =
             "Sources without series of their own: exact ones, where there are more than 1,000.";
         let hidden = levels.sources.len() - shown.len();
-        self.gauge("sources_not_shown", help, hidden)?;
+        self.0.gauge("sources_not_shown", help, hidden);
         let help = "Sources whose worker left: of each a fence remains, for a day at most.";
-        self.gauge("sources_left", help, levels.left)?;
+        self.0.gauge("sources_left", help, levels.left);
         let help = "1 for the state that the source is in.";
         self.words(("source_state", help, "state"), shown, |of| {
             Some(of.states.gpu.label())
-        })?;
+        });
         let help = "1 for what this replica found wrong with the source.";
         self.words(("source_doubt", help, "doubt"), shown, |of| {
             of.fault.map(SourceFault::label)
-        })?;
+        });
         let help = "Since it is in its state.";
         self.ages("source_state_age_seconds", help, shown, |of| {
             Some(of.state_age)
-        })?;
+        });
         let help = "Since a record or heartbeat proved the source; absent if none did.";
-        self.ages("source_proof_age_seconds", help, shown, |of| of.proof_age)?;
+        self.ages("source_proof_age_seconds", help, shown, |of| of.proof_age);
         let help = "Since its last record; absent if none came while it was followed.";
-        self.ages("source_record_age_seconds", help, shown, |of| of.record_age)?;
+        self.ages("source_record_age_seconds", help, shown, |of| of.record_age);
         let help = "How long its last heartbeat was on its way, by the log's clock.";
         self.ages("source_heartbeat_way_seconds", help, shown, |of| {
             of.heartbeat_delay
-        })?;
+        });
         self.per_source("source_generation", "Its fence.", shown, |of| {
             of.generation.map(|generation| generation.0)
-        })?;
+        });
         let help = "Generations that began within the last ten minutes.";
         self.per_source("source_generations_lately", help, shown, |of| {
-            Some(of.generations_lately.into())
-        })?;
+            Some(of.generations_lately)
+        });
         self.per_source("source_number", "Its last record.", shown, |of| {
             of.number.map(|number| number.0)
-        })?;
+        });
         let help = "The engine's batch that it is as of.";
         self.per_source("source_engine_seq", help, shown, |of| {
             of.engine_seq.map(|seq| seq.0)
-        })?;
+        });
         self.per_source("source_blocks", "Pairs that it holds.", shown, |of| {
             of.digest.map(|digest| digest.count)
-        })
+        });
     }
 
-    fn memory(&self, levels: &Levels) -> Result<(), prometheus::Error> {
+    fn memory(&mut self, levels: &Levels) {
         let memory = &levels.memory;
         let help = "Estimated memory of all that is folded; the bound is on this.";
-        self.gauge("memory_estimated_bytes", help, memory.estimated)?;
+        self.0
+            .gauge("memory_estimated_bytes", help, memory.estimated);
         if let Some(bound) = memory.bound {
-            self.gauge("memory_bound_bytes", "As --max-memory says.", bound)?;
+            self.0
+                .gauge("memory_bound_bytes", "As --max-memory says.", bound);
         }
         if let Some(bytes) = resident_bytes() {
-            self.gauge("resident_bytes", "Memory of the process.", bytes)?;
+            self.0
+                .gauge("resident_bytes", "Memory of the process.", bytes);
         }
         let sources = levels.sources.iter();
         let aside = sources.filter(|(_, of)| of.reason == Some(UnknownReason::Memory));
         let help = "Sources that are not folded for want of memory.";
-        self.gauge("sources_set_aside", help, aside.count())?;
+        self.0.gauge("sources_set_aside", help, aside.count());
         let sources = levels.sources.iter();
         let gone = sources.filter(|(_, of)| of.reason == Some(UnknownReason::ShimGone));
         let help = "Sources whose shim's lease ended: unknown, and no fault of the index.";
-        self.gauge("sources_shim_gone", help, gone.count())?;
+        self.0.gauge("sources_shim_gone", help, gone.count());
         for (name, help, value) in [
             (
                 "set_asides_total",
@@ -247,14 +214,9 @@ impl Scrape {
                 memory.forgotten,
             ),
         ] {
-            self.counter(name, help, value)?;
+            self.0.counter(name, help, value);
         }
-        Ok(())
     }
-}
-
-fn labels(source: &Source) -> [String; 2] {
-    [source.worker.to_string(), source.dp_rank.to_string()]
 }
 
 /// The levels of the fold.
@@ -284,31 +246,33 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
     }
 }
 
-pub(super) fn gather(levels: &Levels) -> Result<Vec<MetricFamily>, prometheus::Error> {
-    let scrape = Scrape(Registry::new());
-    scrape.states(levels)?;
-    scrape.sources(levels)?;
-    scrape.gauge(
+pub(super) fn text(levels: &Levels) -> String {
+    let mut scrape = Scrape(MetricsText::new("warmroute_indexer_"));
+    scrape.states(levels);
+    scrape.sources(levels);
+    scrape.0.gauge(
         "tree_blocks",
         "Distinct prefixes in the tree.",
         levels.nodes,
-    )?;
-    scrape.gauge("tree_bytes", "Estimated memory of the tree.", levels.bytes)?;
-    scrape.gauge(
+    );
+    scrape
+        .0
+        .gauge("tree_bytes", "Estimated memory of the tree.", levels.bytes);
+    scrape.0.gauge(
         "log_position",
         "Everything up to here is in.",
         levels.position,
-    )?;
+    );
     let help = "Messages between the position and the log's end.";
-    scrape.gauge("log_lag_messages", help, levels.lag)?;
+    scrape.0.gauge("log_lag_messages", help, levels.lag);
     let help = "Since the log was in up to its end, as it is looked up twice a second; -1 if that \
                 is longer ago than 8 s.";
     let lag = levels.lag_age.map_or(-1.0, |age| age.as_secs_f64());
-    scrape.seconds("log_lag_seconds", help, lag)?;
+    scrape.0.gauge("log_lag_seconds", help, lag);
     let help = "Times the log went on elsewhere than it ended.";
-    scrape.gauge("log_jumps", help, levels.jumps)?;
-    scrape.memory(levels)?;
-    Ok(scrape.0.gather())
+    scrape.0.gauge("log_jumps", help, levels.jumps);
+    scrape.memory(levels);
+    scrape.0.into_string()
 }
 
 /// Resident memory of the process, where the system reports it.
@@ -353,20 +317,20 @@ mod tests {
         (source, status)
     }
 
-    fn series(sources: Vec<SourceLevel>) -> (usize, f64, f64) {
-        let levels = Levels {
+    /// All series, the value of `sources_not_shown` and the sum of those of `sources`.
+    fn series(sources: Vec<SourceLevel>) -> (usize, u64, u64) {
+        let text = text(&Levels {
             sources,
             ..Levels::default()
+        });
+        let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        let sum = |name: &str| {
+            let of = lines.iter().filter_map(|line| line.strip_prefix(name));
+            of.map(|line| line.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap())
+                .sum()
         };
-        let families = gather(&levels).unwrap();
-        let all = families.iter().map(|family| family.get_metric().len());
-        let value = |name: &str| {
-            let family = families.iter().find(|family| family.name() == name);
-            let metrics = family.unwrap().get_metric();
-            metrics.iter().map(|one| one.get_gauge().get_value()).sum()
-        };
-        let hidden = value("warmroute_indexer_sources_not_shown");
-        (all.sum(), hidden, value("warmroute_indexer_sources"))
+        let hidden = sum("warmroute_indexer_sources_not_shown");
+        (lines.len(), hidden, sum("warmroute_indexer_sources{"))
     }
 
     #[test]
@@ -375,12 +339,12 @@ mod tests {
         let (few, hidden, _) = series(exact(1).collect());
         let (thousand, _, _) = series(exact(1000).collect());
         assert_eq!((thousand - few) / 999, 11, "series a source");
-        assert!(hidden.abs() < 0.5);
+        assert_eq!(hidden, 0);
         let stale = |count| (0..count).map(|rank| level(rank, SourceState::Stale));
         let (many, hidden, counted) = series(stale(10_000).collect());
         assert_eq!(many, thousand);
-        assert!((hidden - 9000.0).abs() < 0.5);
-        assert!((counted - 10_000.0).abs() < 0.5);
+        assert_eq!(hidden, 9000);
+        assert_eq!(counted, 10_000);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use warmroute_proto::Namespace;
 
 use crate::args::NatsArgs;
 use crate::joining::{Joined, JoiningPlane};
-use crate::metrics::{MetricKind, MetricsText};
+use crate::metrics::MetricsText;
 use crate::tasks::Tasks;
 
 /// Delay before an unreachable server is tried again.
@@ -71,9 +71,9 @@ impl Nats {
 fn metrics_text(connection: Connection, stats: &NatsStats) -> String {
     let mut text = MetricsText::new("warmroute_nats_");
     let up = u64::from(connection == Connection::Up);
-    text.value(MetricKind::Gauge, "up", "The server is reachable.", up);
+    text.gauge("up", "The server is reachable.", up);
     for (name, help, value) in counters(stats) {
-        text.value(MetricKind::Counter, name, help, value);
+        text.counter(name, help, value);
     }
     text.into_string()
 }

@@ -1,13 +1,13 @@
 //! What a scrape copies from the router's state: series that exist only as long as their worker,
 //! and counts that the decision core and the sync core keep themselves.
 
-use std::fmt::{Display, Write as _};
+use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
+use warmroute_process::metrics::{MetricKind, MetricLabels, MetricsText};
 use warmroute_proto::registry::DemotedSource;
 
-use super::served::{BUCKETS_MS, ModelSeries, SecondsHistogram, SeriesTable, WorkerSeries};
+use super::served::{ModelSeries, SecondsHistogram, SeriesTable, WorkerSeries};
 use crate::admission::QueueStatus;
 use crate::route::{self, SourceLoad};
 use crate::sync;
@@ -88,43 +88,28 @@ pub(crate) struct WorkerStatus {
     pub ttft_ratios: Vec<(u32, f64)>,
 }
 
-/// Text in Prometheus's exposition format.
-#[derive(Default)]
-pub(super) struct Page {
-    pub text: String,
+/// The page, below the metrics that are counted as things happen.
+pub(super) struct Page(MetricsText);
+
+fn worker_labels(status: &WorkerStatus) -> MetricLabels {
+    MetricLabels::new(&[("worker", &status.worker)])
 }
 
-#[derive(Clone, Copy)]
-enum Kind {
-    Counter,
-    Gauge,
-    Histogram,
-}
-
-/// The labels of one series, braces included.
-struct Labels(String);
-
-impl Labels {
-    fn new(pairs: &[(&str, &dyn Display)]) -> Self {
-        let pairs = pairs
-            .iter()
-            .map(|(name, value)| format!("{name}=\"{}\"", escaped(&value.to_string())));
-        Self(format!("{{{}}}", pairs.collect::<Vec<_>>().join(",")))
-    }
-
-    fn worker(status: &WorkerStatus) -> Self {
-        Self::new(&[("worker", &status.worker)])
-    }
-
-    fn source(worker: &dyn Display, rank: u32) -> Self {
-        Self::new(&[("dp_rank", &rank), ("worker", worker)])
-    }
+fn source_labels(worker: &dyn Display, rank: u32) -> MetricLabels {
+    MetricLabels::new(&[("dp_rank", &rank), ("worker", worker)])
 }
 
 impl Page {
-    pub(super) fn write(&mut self, scraped: &Scraped<'_>) {
+    pub(super) fn of(scraped: &Scraped<'_>) -> String {
+        let mut page = Self(MetricsText::new("warmroute_router_"));
+        page.write(scraped);
+        page.0.into_string()
+    }
+
+    fn write(&mut self, scraped: &Scraped<'_>) {
         let leaving = u64::from(scraped.leaving);
-        self.gauge("draining", "1 while the router reports not-ready", leaving);
+        self.0
+            .gauge("draining", "1 while the router reports not-ready", leaving);
         self.loads(scraped.loads);
         self.workers(scraped.workers);
         self.served(scraped.series);
@@ -141,17 +126,17 @@ impl Page {
     }
 
     fn queues(&mut self, queues: &[QueueStatus]) {
-        let of_model = |status: &QueueStatus| Labels::new(&[("model", &status.model)]);
+        let of_model = |status: &QueueStatus| MetricLabels::new(&[("model", &status.model)]);
         let waiting = queues.iter();
-        self.family(
-            Kind::Gauge,
+        self.0.family(
+            MetricKind::Gauge,
             "queue_requests",
             "Requests that wait while all workers of their model are full",
             waiting.map(|status| (of_model(status), status.size.requests)),
         );
         let oldest = queues.iter();
-        self.family(
-            Kind::Gauge,
+        self.0.family(
+            MetricKind::Gauge,
             "queue_oldest_seconds",
             "Time for which the oldest of these requests waits",
             oldest.map(|status| {
@@ -160,7 +145,7 @@ impl Page {
             }),
         );
         let bytes = queues.iter().map(|status| status.size.bytes).sum::<usize>();
-        self.gauge(
+        self.0.gauge(
             "queue_bytes",
             "Bytes of the bodies of these requests",
             bytes,
@@ -170,10 +155,10 @@ impl Page {
     fn models(&mut self, table: &TokenizerTable) {
         let loaded = table.models().map(|(model, entry)| {
             let is_ready = matches!(entry.state, TokenizerState::Ready(_));
-            (Labels::new(&[("model", model)]), u64::from(is_ready))
+            (MetricLabels::new(&[("model", model)]), u64::from(is_ready))
         });
-        self.family(
-            Kind::Gauge,
+        self.0.family(
+            MetricKind::Gauge,
             "model_tokenizer_loaded",
             "1 while the model has a tokenizer; else its prompts in text are routed by load",
             loaded,
@@ -186,7 +171,7 @@ impl Page {
             comparisons,
             cache,
         } = status;
-        self.counters(
+        self.0.counters(
             "encoder_comparisons_total",
             "Texts encoded by both encoders, by result",
             "result",
@@ -195,18 +180,18 @@ impl Page {
                 ("different", comparisons.different),
             ],
         );
-        self.gauge(
+        self.0.gauge(
             "reference_encoder",
             "1 while prompts are encoded by the slower reference",
             u8::from(encoder == EncoderKind::Reference),
         );
-        self.counters(
+        self.0.counters(
             "token_cache_bytes_total",
             "Prompt bytes looked up in the cache of token ids",
             "result",
             &[("hit", cache.hit_bytes), ("miss", cache.miss_bytes)],
         );
-        self.gauge(
+        self.0.gauge(
             "token_cache_kept_bytes",
             "Bytes that the cache of token ids takes",
             cache.kept_bytes,
@@ -216,7 +201,8 @@ impl Page {
     fn loads(&mut self, loads: &[SourceLoad]) {
         let mut gauges = |name, help, value: fn(&SourceLoad) -> u64| {
             let row = |load| (source_of(load), value(load));
-            self.family(Kind::Gauge, name, help, loads.iter().map(row));
+            self.0
+                .family(MetricKind::Gauge, name, help, loads.iter().map(row));
         };
         gauges("slots_active", "Requests on a source", |load| {
             load.active_requests.into()
@@ -235,8 +221,9 @@ impl Page {
 
     fn workers(&mut self, workers: &[WorkerStatus]) {
         let mut gauges = |name, help, value: fn(&WorkerStatus) -> bool| {
-            let row = |status| (Labels::worker(status), u8::from(value(status)));
-            self.family(Kind::Gauge, name, help, workers.iter().map(row));
+            let row = |status| (worker_labels(status), u8::from(value(status)));
+            self.0
+                .family(MetricKind::Gauge, name, help, workers.iter().map(row));
         };
         gauges(
             "worker_healthy",
@@ -255,12 +242,12 @@ impl Page {
         );
         let checks = workers.iter().flat_map(|status| {
             status.checks.iter().map(|(check, passed)| {
-                let labels = Labels::new(&[("check", check), ("worker", &status.worker)]);
+                let labels = MetricLabels::new(&[("check", check), ("worker", &status.worker)]);
                 (labels, u8::from(*passed))
             })
         });
-        self.family(
-            Kind::Gauge,
+        self.0.family(
+            MetricKind::Gauge,
             "worker_check_passed",
             "1 where a worker passed the check at its registration",
             checks,
@@ -268,22 +255,22 @@ impl Page {
         let failed = workers.iter().flat_map(|status| {
             let failed = status.failed_checks.iter();
             failed.map(|check| {
-                let labels = Labels::new(&[("check", check), ("worker", &status.worker)]);
+                let labels = MetricLabels::new(&[("check", check), ("worker", &status.worker)]);
                 (labels, 1)
             })
         });
-        self.family(
-            Kind::Gauge,
+        self.0.family(
+            MetricKind::Gauge,
             "worker_check_failed",
             "1 where the check found a difference between router and engine",
             failed,
         );
         let ratios = workers.iter().flat_map(|status| {
             let ratios = status.ttft_ratios.iter();
-            ratios.map(|(rank, ratio)| (Labels::source(&status.worker, *rank), *ratio))
+            ratios.map(|(rank, ratio)| (source_labels(&status.worker, *rank), *ratio))
         });
-        self.family(
-            Kind::Gauge,
+        self.0.family(
+            MetricKind::Gauge,
             "source_ttft_ratio",
             "Time to first token over what the median source would have needed, averaged",
             ratios,
@@ -298,7 +285,7 @@ impl Page {
         let placed = served(table).map(|(model, worker, series)| (model, worker, &series.requests));
         let requests = placed.chain(unplaced).flat_map(|(model, worker, counts)| {
             counts.read().map(move |(code, end, count)| {
-                let labels = Labels::new(&[
+                let labels = MetricLabels::new(&[
                     ("code", &code.label()),
                     ("model", &model.model),
                     ("outcome", &end.label()),
@@ -307,8 +294,8 @@ impl Page {
                 (labels, count)
             })
         });
-        self.family(
-            Kind::Counter,
+        self.0.family(
+            MetricKind::Counter,
             "model_requests_total",
             "Requests ended, by model and worker; without a worker: answered by the router itself",
             requests,
@@ -317,20 +304,21 @@ impl Page {
         self.served_seconds(table);
         for (name, help, histogram) in MODEL_SECONDS {
             let series = table.iter().map(|model| {
-                let labels = format!("model=\"{}\"", escaped(&model.model));
-                (labels, histogram(model))
+                let labels = MetricLabels::new(&[("model", &model.model)]);
+                (labels, histogram(model).read())
             });
-            self.histograms(name, help, series);
+            self.0.histograms(name, help, series);
         }
     }
 
     fn served_tokens(&mut self, table: &SeriesTable) {
         let mut counters = |name, help, value: fn(&WorkerSeries) -> &AtomicU64| {
             let row = |(model, worker, series): (&ModelSeries, &str, &WorkerSeries)| {
-                let labels = Labels::new(&[("model", &model.model), ("worker", &worker)]);
+                let labels = MetricLabels::new(&[("model", &model.model), ("worker", &worker)]);
                 (labels, value(series).load(Ordering::Relaxed))
             };
-            self.family(Kind::Counter, name, help, served(table).map(row));
+            self.0
+                .family(MetricKind::Counter, name, help, served(table).map(row));
         };
         counters(
             "model_prompt_tokens_total",
@@ -357,11 +345,10 @@ impl Page {
     fn served_seconds(&mut self, table: &SeriesTable) {
         let mut seconds = |name, help, histogram: fn(&WorkerSeries) -> &SecondsHistogram| {
             let series = served(table).map(|(model, worker, series)| {
-                let (model, worker) = (escaped(&model.model), escaped(worker));
-                let labels = format!("model=\"{model}\",worker=\"{worker}\"");
-                (labels, histogram(series))
+                let labels = MetricLabels::new(&[("model", &model.model), ("worker", &worker)]);
+                (labels, histogram(series).read())
             });
-            self.histograms(name, help, series);
+            self.0.histograms(name, help, series);
         };
         seconds(
             "model_ttft_seconds",
@@ -387,13 +374,14 @@ impl Page {
             ignored,
             ..
         } = *counts;
-        self.gauge("slots_open", "Open slots of all routers", counts.open_slots);
-        self.counter(
+        self.0
+            .gauge("slots_open", "Open slots of all routers", counts.open_slots);
+        self.0.counter(
             "slots_opened_total",
             "Slots that this router opened, one for each attempt",
             counts.opened,
         );
-        self.counters(
+        self.0.counters(
             "slots_freed_total",
             "Slots that this router freed",
             "end",
@@ -403,7 +391,7 @@ impl Page {
                 ("aborted", freed.aborted),
             ],
         );
-        self.counters(
+        self.0.counters(
             "moves_total",
             "Requests whose choice another router's crossed; `unwatched` for want of room",
             "outcome",
@@ -414,7 +402,7 @@ impl Page {
                 ("unwatched", moves.unwatched),
             ],
         );
-        self.counters(
+        self.0.counters(
             "slot_changes_ignored_total",
             "Slot changes that contradict the slots",
             "reason",
@@ -425,12 +413,12 @@ impl Page {
                 ("old_incarnation", ignored.old_incarnation),
             ],
         );
-        self.counter(
+        self.0.counter(
             "source_stalls_total",
             "Sources found without first tokens",
             counts.stalls,
         );
-        self.counter(
+        self.0.counter(
             "index_lagging_total",
             "Index answers about a source that were older than known",
             counts.view.lagging,
@@ -438,7 +426,7 @@ impl Page {
     }
 
     fn audit(&mut self, counts: &route::CoreCounts, demoted: &[DemotedSource]) {
-        self.counters(
+        self.0.counters(
             "audit_rechecks_total",
             "Index credit that an engine did not find, by what the index then said of the block",
             "result",
@@ -448,30 +436,30 @@ impl Page {
                 ("strike", counts.audit.strikes),
             ],
         );
-        self.counter(
+        self.0.counter(
             "source_reinstatements_total",
             "Demotions that ended because the engine agreed with the index again",
             counts.audit.reinstated,
         );
-        self.gauge(
+        self.0.gauge(
             "reported_prefixes",
             "Prefixes that engines reported as cached, where the index is not complete",
             counts.reported_prefixes,
         );
-        self.gauge(
+        self.0.gauge(
             "predicted_samples",
             "Hashes kept of prompts that run or have just ended",
             counts.predicted_samples,
         );
-        self.gauge(
+        self.0.gauge(
             "sent_prompts",
             "Prompts kept that were sent where the index says nothing",
             counts.sent_prompts,
         );
         let row =
-            |one: &DemotedSource| (Labels::source(&one.source.worker, one.source.dp_rank.0), 1);
-        self.family(
-            Kind::Gauge,
+            |one: &DemotedSource| (source_labels(&one.source.worker, one.source.dp_rank.0), 1);
+        self.0.family(
+            MetricKind::Gauge,
             "source_demoted",
             "1 while the index's credit of a source is ignored, because its engine contradicted it",
             demoted.iter().map(row),
@@ -480,14 +468,16 @@ impl Page {
 
     fn sync(&mut self, snapshot: &sync::ReplicaStatus) {
         let counts = &snapshot.counts;
-        self.gauge("sync_peers", "Other routers that live", snapshot.peers);
-        self.gauge(
+        self.0
+            .gauge("sync_peers", "Other routers that live", snapshot.peers);
+        self.0.gauge(
             "sync_divergence_requests",
             "Largest difference between a view and its router's last heartbeat",
             snapshot.divergence,
         );
         let incarnation = snapshot.incarnation.map_or(0, |incarnation| incarnation.0);
-        self.gauge("sync_incarnation", "This router's incarnation", incarnation);
+        self.0
+            .gauge("sync_incarnation", "This router's incarnation", incarnation);
         self.sync_traffic(counts);
         self.sync_repairs(counts);
     }
@@ -514,9 +504,10 @@ impl Page {
                 traffic.bytes_out,
             ),
         ] {
-            self.counters(name, help, "direction", &[("in", received), ("out", sent)]);
+            self.0
+                .counters(name, help, "direction", &[("in", received), ("out", sent)]);
         }
-        self.counters(
+        self.0.counters(
             "sync_asks_total",
             "Requests for missing messages or slots; echoes, which measure the round trip",
             "kind",
@@ -529,7 +520,7 @@ impl Page {
             ],
         );
         let verdicts = counts.verdicts;
-        self.counters(
+        self.0.counters(
             "sync_verdicts_total",
             "Other routers' messages by what became of them",
             "verdict",
@@ -546,22 +537,22 @@ impl Page {
 
     fn sync_repairs(&mut self, counts: &sync::ReplicaCounts) {
         let (mended, refused) = (counts.mended, counts.refused);
-        self.counter(
+        self.0.counter(
             "sync_gaps_total",
             "Times that messages were missing",
             mended.gaps,
         );
-        self.counter(
+        self.0.counter(
             "sync_digest_mismatches_total",
             "Heartbeats whose digest differed from the view at the same number",
             mended.mismatches,
         );
-        self.counter(
+        self.0.counter(
             "sync_deaf_total",
             "Times that this router did not receive its own heartbeats",
             counts.deafs,
         );
-        self.counters(
+        self.0.counters(
             "sync_repairs_total",
             "Repairs of views",
             "kind",
@@ -572,7 +563,7 @@ impl Page {
                 ("cut_taken", mended.cuts),
             ],
         );
-        self.counters(
+        self.0.counters(
             "sync_refused_total",
             "What exceeded a bound",
             "what",
@@ -584,90 +575,13 @@ impl Page {
                 ("unsent", refused.unsent),
             ],
         );
-        self.counters(
+        self.0.counters(
             "sync_releases_total",
             "Routers whose slots were freed together",
             "reason",
             &[("silence", counts.deaths), ("goodbye", counts.goodbyes)],
         );
     }
-
-    fn counter(&mut self, name: &str, help: &str, value: u64) {
-        let series = [(Labels(String::new()), value)];
-        self.family(Kind::Counter, name, help, series);
-    }
-
-    fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
-        let series = [(Labels(String::new()), value)];
-        self.family(Kind::Gauge, name, help, series);
-    }
-
-    fn counters(&mut self, name: &str, help: &str, label: &str, values: &[(&str, u64)]) {
-        let series = values
-            .iter()
-            .map(|(text, value)| (Labels::new(&[(label, text)]), value));
-        self.family(Kind::Counter, name, help, series);
-    }
-
-    /// One family of histograms, each with its labels.
-    #[expect(
-        clippy::let_underscore_must_use,
-        reason = "writing to a String cannot fail"
-    )]
-    fn histograms<'h>(
-        &mut self,
-        name: &str,
-        help: &str,
-        series: impl Iterator<Item = (String, &'h SecondsHistogram)>,
-    ) {
-        let name = format!("{}_{name}", super::NAMESPACE);
-        let mut head = Some(head(Kind::Histogram, &name, help));
-        for (labels, histogram) in series {
-            self.text.push_str(&head.take().unwrap_or_default());
-            let (buckets, sum) = histogram.read();
-            let count = buckets[BUCKETS_MS.len()];
-            for (bound, below) in BUCKETS_MS.iter().zip(&buckets) {
-                let bound = Duration::from_millis(*bound).as_secs_f64();
-                let _ = writeln!(
-                    self.text,
-                    "{name}_bucket{{{labels},le=\"{bound}\"}} {below}"
-                );
-            }
-            let _ = writeln!(self.text, "{name}_bucket{{{labels},le=\"+Inf\"}} {count}");
-            let _ = writeln!(self.text, "{name}_sum{{{labels}}} {sum}");
-            let _ = writeln!(self.text, "{name}_count{{{labels}}} {count}");
-        }
-    }
-
-    /// One family. Without series it has no head either.
-    #[expect(
-        clippy::let_underscore_must_use,
-        reason = "writing to a String cannot fail"
-    )]
-    fn family<V: Display>(
-        &mut self,
-        kind: Kind,
-        name: &str,
-        help: &str,
-        series: impl IntoIterator<Item = (Labels, V)>,
-    ) {
-        let name = format!("{}_{name}", super::NAMESPACE);
-        let mut head = Some(head(kind, &name, help));
-        for (Labels(labels), value) in series {
-            self.text.push_str(&head.take().unwrap_or_default());
-            let _ = writeln!(self.text, "{name}{labels} {value}");
-        }
-    }
-}
-
-/// A family's first lines.
-fn head(kind: Kind, name: &str, help: &str) -> String {
-    let kind = match kind {
-        Kind::Counter => "counter",
-        Kind::Gauge => "gauge",
-        Kind::Histogram => "histogram",
-    };
-    format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")
 }
 
 /// Each model's series by worker, of workers that served a request of it.
@@ -681,23 +595,6 @@ fn served(
     })
 }
 
-/// A label's value in the exposition format.
-fn escaped(value: &str) -> String {
-    let value = value.replace('\\', "\\\\");
-    value.replace('"', "\\\"").replace('\n', "\\n")
-}
-
-fn source_of(load: &SourceLoad) -> Labels {
-    Labels::source(&load.worker, load.dp_rank.0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn label_values_are_escaped() {
-        let Labels(labels) = Labels::new(&[("worker", &"a\"b\\c\nd")]);
-        assert_eq!(labels, "{worker=\"a\\\"b\\\\c\\nd\"}");
-    }
+fn source_of(load: &SourceLoad) -> MetricLabels {
+    source_labels(&load.worker, load.dp_rank.0)
 }

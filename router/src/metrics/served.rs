@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use warmroute_process::metrics::HistogramCounts;
 use warmroute_proto::WorkerId;
 
 use super::{CodeLabel, RequestEnd};
@@ -19,7 +20,7 @@ pub(crate) const OTHER_MODEL: &str = "other";
 const PAIRS_MAX: usize = 1024;
 
 /// Upper bounds of the buckets, in milliseconds: 2 ms to 5 minutes.
-pub(super) const BUCKETS_MS: [u64; 15] = [
+const BUCKETS_MS: [u64; 15] = [
     2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 60_000, 300_000,
 ];
 
@@ -101,17 +102,25 @@ impl SecondsHistogram {
             .fetch_add(nanos.saturating_mul(count), Ordering::Relaxed);
     }
 
-    /// The cumulative counts of the buckets, the last one of all observations; and the sum in
-    /// seconds.
-    pub(super) fn read(&self) -> (Vec<u64>, f64) {
-        let mut total = 0;
-        let cumulative = self.buckets.iter().map(|bucket| {
-            total += bucket.load(Ordering::Relaxed);
-            total
+    pub(super) fn read(&self) -> HistogramCounts {
+        let mut count = 0;
+        let mut up_to = |bucket: &AtomicU64| {
+            count += bucket.load(Ordering::Relaxed);
+            count
+        };
+        let bounds = BUCKETS_MS.iter().zip(&self.buckets);
+        let buckets = bounds.map(|(bound, bucket)| {
+            let bound = Duration::from_millis(*bound).as_secs_f64();
+            (bound, up_to(bucket))
         });
-        let cumulative = cumulative.collect();
-        let sum = Duration::from_nanos(self.sum_nanos.load(Ordering::Relaxed));
-        (cumulative, sum.as_secs_f64())
+        let buckets = buckets.collect();
+        let count = up_to(&self.buckets[BUCKETS_MS.len()]);
+        let sum = Duration::from_nanos(self.sum_nanos.load(Ordering::Relaxed)).as_secs_f64();
+        HistogramCounts {
+            buckets,
+            count,
+            sum,
+        }
     }
 }
 
@@ -266,8 +275,10 @@ mod tests {
         for micros in [1, 2_000, 2_001, 10_000, 60_000_000, 900_000_000] {
             histogram.observe(Duration::from_micros(micros));
         }
-        let (cumulative, sum) = histogram.read();
-        assert_eq!(cumulative, [2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5, 6]);
-        assert!((sum - 960.014_002).abs() < 1e-6, "{sum}");
+        let counts = histogram.read();
+        let below: Vec<_> = counts.buckets.iter().map(|(_, below)| *below).collect();
+        assert_eq!(below, [2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5]);
+        assert_eq!(counts.count, 6);
+        assert!((counts.sum - 960.014_002).abs() < 1e-6, "{}", counts.sum);
     }
 }
