@@ -10,7 +10,7 @@ use prometheus::{
     Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder, core::Collector,
 };
-use warmroute_index::label_enum;
+use warmroute_proto::label_enum;
 use warmroute_proto::registry::ResyncReason;
 
 use crate::fold::{HeartbeatVerdict, RecordVerdict};

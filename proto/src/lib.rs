@@ -12,6 +12,7 @@ pub mod codec;
 mod digest;
 pub mod hash;
 mod ids;
+mod labels;
 pub mod load;
 pub mod message;
 pub mod peers;

@@ -21,6 +21,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 use warmroute_process::access::keys::KeyId;
+use warmroute_proto::label_enum;
 
 pub(crate) use fair_queue::QueueSize;
 use fair_queue::{QueueSpot, QueuedRequest, TenantName};
@@ -49,30 +50,19 @@ enum QueueNotice {
 
 type Notices = oneshot::Sender<QueueNotice>;
 
-/// Why a request does not wait, or no longer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ShedReason {
-    /// Its client does not let it wait.
-    NotQueued,
-    /// The queue is at a bound.
-    QueueFull,
-    /// Another request got its place in the queue.
-    Displaced,
-    /// It waited as long as it may.
-    Timeout,
-    /// This router ends.
-    RouterEnds,
-}
-
-impl ShedReason {
-    pub(crate) const fn label(self) -> &'static str {
-        match self {
-            Self::NotQueued => "not_queued",
-            Self::QueueFull => "queue_full",
-            Self::Displaced => "displaced",
-            Self::Timeout => "timeout",
-            Self::RouterEnds => "router_ends",
-        }
+label_enum! {
+    /// Why a request does not wait, or no longer.
+    pub(crate) enum ShedReason {
+        /// Its client does not let it wait.
+        NotQueued = "not_queued",
+        /// The queue is at a bound.
+        QueueFull = "queue_full",
+        /// Another request got its place in the queue.
+        Displaced = "displaced",
+        /// It waited as long as it may.
+        Timeout = "timeout",
+        /// This router ends.
+        RouterEnds = "router_ends",
     }
 }
 

@@ -11,7 +11,6 @@
 
 pub mod fair_lock;
 pub mod fold;
-mod labels;
 pub mod query;
 pub mod same_log;
 pub mod snapshot;

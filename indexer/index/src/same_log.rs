@@ -5,7 +5,7 @@
 //! at startup, after a reconnect and periodically. Serves a running indexer's position and a
 //! snapshot's.
 
-use crate::label_enum;
+use warmroute_proto::label_enum;
 use warmroute_proto::message::{LogMessage, LogStatus};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::{LogPosition, StreamIdentity};

@@ -3,27 +3,19 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use warmroute_proto::label_enum;
 
-/// Severity of a finding, the gravest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Severity {
-    /// Parts cannot work, or contradict each other.
-    Grave,
-    /// Action is needed.
-    Warning,
-    /// No action is needed.
-    Note,
-}
-
-impl Severity {
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Grave => "grave",
-            Self::Warning => "warning",
-            Self::Note => "note",
-        }
+label_enum! {
+    /// Severity of a finding, the gravest first.
+    #[derive(PartialOrd, Ord, Serialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Severity {
+        /// Parts cannot work, or contradict each other.
+        Grave = "grave",
+        /// Action is needed.
+        Warning = "warning",
+        /// No action is needed.
+        Note = "note",
     }
 }
 

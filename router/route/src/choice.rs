@@ -14,45 +14,34 @@ pub(crate) mod prefix_hash;
 pub(crate) mod rendezvous;
 
 use fastrand::Rng;
+use warmroute_proto::label_enum;
 
-/// Routing policy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// By predicted time, and again after a choice of another router crossed it.
-    Time,
-    /// Like `Time`, by what was sent to each source instead of the index.
-    Approx,
-    /// By cost in blocks (cache and load), and again like `Time`.
-    Kv,
-    /// By cost in blocks, never again.
-    KvOnce,
-    /// Candidates in turn.
-    RoundRobin,
-    /// Fewest active requests; ties at random.
-    LeastLoad,
-    Random,
-    /// The one with fewer active requests of two candidates at random.
-    PowerOfTwo,
-    /// By the session that the request names; without one, like `LeastLoad`.
-    Session,
-    /// By the prompt's beginning, within a bound of load; a shorter prompt like `LeastLoad`.
-    PrefixHash,
+label_enum! {
+    /// Routing policy.
+    pub enum Policy {
+        /// By predicted time, and again after a choice of another router crossed it.
+        Time = "time",
+        /// Like `Time`, by what was sent to each source instead of the index.
+        Approx = "approx",
+        /// By cost in blocks (cache and load), and again like `Time`.
+        Kv = "kv",
+        /// By cost in blocks, never again.
+        KvOnce = "kv-once",
+        /// Candidates in turn.
+        RoundRobin = "round-robin",
+        /// Fewest active requests; ties at random.
+        LeastLoad = "least-load",
+        Random = "random",
+        /// The one with fewer active requests of two candidates at random.
+        PowerOfTwo = "power-of-two",
+        /// By the session that the request names; without one, like `LeastLoad`.
+        Session = "session",
+        /// By the prompt's beginning, within a bound of load; a shorter prompt like `LeastLoad`.
+        PrefixHash = "prefix-hash",
+    }
 }
 
 impl Policy {
-    pub const ALL: [Self; 10] = [
-        Self::Time,
-        Self::Approx,
-        Self::Kv,
-        Self::KvOnce,
-        Self::RoundRobin,
-        Self::LeastLoad,
-        Self::Random,
-        Self::PowerOfTwo,
-        Self::Session,
-        Self::PrefixHash,
-    ];
-
     /// Whether costs are predicted seconds.
     #[must_use]
     pub const fn is_timed(self) -> bool {
@@ -72,22 +61,6 @@ impl Policy {
             self,
             Self::RoundRobin | Self::LeastLoad | Self::Random | Self::PowerOfTwo | Self::Session
         )
-    }
-
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Time => "time",
-            Self::Approx => "approx",
-            Self::Kv => "kv",
-            Self::KvOnce => "kv-once",
-            Self::RoundRobin => "round-robin",
-            Self::LeastLoad => "least-load",
-            Self::Random => "random",
-            Self::PowerOfTwo => "power-of-two",
-            Self::Session => "session",
-            Self::PrefixHash => "prefix-hash",
-        }
     }
 }
 

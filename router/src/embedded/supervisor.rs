@@ -18,6 +18,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::Plane;
 use warmroute_process::engine_args::is_event_route;
+use warmroute_proto::label_enum;
 use warmroute_proto::{Namespace, WorkerId};
 use warmroute_shim::args::assumptions;
 use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir};
@@ -76,22 +77,13 @@ pub(crate) struct ShownWorker {
     pub phase: LifePhase,
 }
 
-/// Where a declared worker is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LifePhase {
-    /// Another life, which ends, has its name, URL or endpoint.
-    Waiting,
-    Running,
-    Leaving,
-}
-
-impl LifePhase {
-    pub(crate) const fn label(self) -> &'static str {
-        match self {
-            Self::Waiting => "waiting",
-            Self::Running => "running",
-            Self::Leaving => "leaving",
-        }
+label_enum! {
+    /// Where a declared worker is in its life.
+    pub(crate) enum LifePhase {
+        /// Another life, which ends, has its name, URL or endpoint.
+        Waiting = "waiting",
+        Running = "running",
+        Leaving = "leaving",
     }
 }
 

@@ -291,7 +291,7 @@ impl RegistrationChecker {
         let url = &worker.entry.url;
         let request = self
             .client
-            .request(Method::POST, url, path.as_str())
+            .request(Method::POST, url, path.label())
             .timeout(ANSWER_DEADLINE)
             .headers(self.keys.headers(&worker.entry.worker, url))
             .header(header::CONTENT_TYPE, "application/json")
@@ -317,7 +317,7 @@ impl RegistrationChecker {
                 }
                 parity::ProbeAnswer::Unusable => {
                     let worker = &worker.entry.worker;
-                    let path = path.as_str();
+                    let path = path.label();
                     tracing::warn!(%worker, %status, path, "no usable answer to a probe");
                     TokenizeAnswer::Unavailable
                 }

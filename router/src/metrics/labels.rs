@@ -1,24 +1,5 @@
 //! The closed sets of label values.
 
-/// Declares an enum whose variants are the values of one label.
-macro_rules! label {
-    ($(#[$about:meta])* $name:ident { $($(#[$when:meta])* $value:ident = $text:literal,)+ }) => {
-        $(#[$about])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(crate) enum $name {
-            $($(#[$when])* $value,)+
-        }
-
-        impl $name {
-            pub(crate) const fn label(self) -> &'static str {
-                match self {
-                    $(Self::$value => $text,)+
-                }
-            }
-        }
-    };
-}
-
 /// Declares the label of a status code: the codes with a value of their own, the others by class.
 macro_rules! codes {
     ($($name:ident = $code:literal,)+) => {
@@ -90,9 +71,11 @@ codes! {
     GatewayTimeout = 504,
 }
 
-label! {
+use warmroute_proto::label_enum;
+
+label_enum! {
     /// The route of a client's request.
-    RouteLabel {
+    pub(crate) enum RouteLabel {
         Chat = "chat",
         Completions = "completions",
         Embeddings = "embeddings",
@@ -102,9 +85,9 @@ label! {
     }
 }
 
-label! {
+label_enum! {
     /// How a client's request ended.
-    RequestEnd {
+    pub(crate) enum RequestEnd {
         Ok = "ok",
         /// The router refused it: malformed, too large, unknown model.
         Refused = "refused",
@@ -121,46 +104,34 @@ label! {
     }
 }
 
-impl RequestEnd {
-    pub(super) const ALL: [Self; 7] = [
-        Self::Ok,
-        Self::Refused,
-        Self::Shed,
-        Self::Engine4xx,
-        Self::Engine5xx,
-        Self::Failed,
-        Self::ClientGone,
-    ];
-}
-
-label! {
+label_enum! {
     /// What became of a request's record or line.
-    RecordResult {
+    pub(crate) enum RecordResult {
         Written = "written",
         /// The queue was full, the prompt too long for a file, or the write failed.
         Dropped = "dropped",
     }
 }
 
-label! {
+label_enum! {
     /// What became of a changed settings file.
-    ReloadResult {
+    pub(crate) enum ReloadResult {
         Loaded = "loaded",
         Refused = "refused",
     }
 }
 
-label! {
+label_enum! {
     /// What became of a tokenizer's files.
-    LoadResult {
+    pub(crate) enum LoadResult {
         Loaded = "loaded",
         Failed = "failed",
     }
 }
 
-label! {
+label_enum! {
     /// A step on the way to a decision.
-    DecisionStep {
+    pub(crate) enum DecisionStep {
         /// Parse, render, tokenize, hash.
         Read = "read",
         /// Wait for an engine that renders images.
@@ -169,9 +140,9 @@ label! {
     }
 }
 
-label! {
+label_enum! {
     /// Why a prompt with images was not rendered.
-    RenderFailure {
+    pub(crate) enum RenderFailure {
         /// No worker of the model is known to render prompts of the route.
         NotOffered = "render_not_offered",
         /// As many renderings as allowed are in progress, or the engine answers 429.
@@ -211,9 +182,9 @@ impl RenderFailure {
     }
 }
 
-label! {
+label_enum! {
     /// How far the answer was when the client closed its connection.
-    CancelPhase {
+    pub(crate) enum CancelPhase {
         /// Before the engine's response head.
         BeforeHead = "before_head",
         /// After the head, before the first byte of the body.
@@ -222,9 +193,9 @@ label! {
     }
 }
 
-label! {
+label_enum! {
     /// What became of a stream whose worker died, with `resume_streams`.
-    ResumeResult {
+    pub(crate) enum ResumeResult {
         /// Another worker generates the rest.
         Resumed = "resumed",
         /// At this point of the answer the rest may differ, or it was resumed too often.
@@ -234,9 +205,9 @@ label! {
     }
 }
 
-label! {
+label_enum! {
     /// Why a request was sent again.
-    RetryReason {
+    pub(crate) enum RetryReason {
         /// The connection was refused: the engine did not get the request.
         Connect = "connect",
         /// The engine closed the connection before it answered.

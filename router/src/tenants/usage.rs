@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use warmroute_proto::RouterId;
+use warmroute_proto::label_enum;
 use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
 
 use super::budget::{BudgetStatus, Quota};
@@ -18,21 +19,12 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// one ends.
 const CONCURRENCY_WAIT: Duration = SECOND;
 
-/// The limit that a request meets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LimitKind {
-    Requests,
-    ConcurrentRequests,
-    Tokens,
-}
-
-impl LimitKind {
-    pub(crate) const fn label(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::ConcurrentRequests => "concurrent requests",
-            Self::Tokens => "tokens",
-        }
+label_enum! {
+    /// The limit that a request meets.
+    pub(crate) enum LimitKind {
+        Requests = "requests",
+        ConcurrentRequests = "concurrent requests",
+        Tokens = "tokens",
     }
 }
 

@@ -379,7 +379,7 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
     let mock = Mock::start(args).await.unwrap();
     let client = client();
     for probe in probes {
-        let request = client.post(format!("{}{}", mock.url(), probe.path.as_str()));
+        let request = client.post(format!("{}{}", mock.url(), probe.path.label()));
         let answer = request.body(probe.body).send().await.unwrap();
         let status = answer.status().as_u16();
         let answer = parity::read_answer(status, &answer.bytes().await.unwrap());

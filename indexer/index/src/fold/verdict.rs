@@ -1,6 +1,6 @@
 //! Effects of log messages and heartbeats.
 
-use crate::label_enum;
+use warmroute_proto::label_enum;
 
 label_enum! {
     /// Effect of a log message. A metric label.

@@ -185,7 +185,7 @@ impl NatsLink {
         self.publish_usable();
         if is_new {
             tracing::warn!(
-                operation = violation.operation.as_str(),
+                operation = violation.operation.label(),
                 subject = violation.subject,
                 grant = violation.grant(),
                 "the server refuses a permission, grant it to this user"

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tokio::time::Instant;
+use warmroute_proto::label_enum;
 
 /// Delay before the first reconnect; it doubles with each one.
 const BACKOFF_MIN: Duration = Duration::from_secs(1);
@@ -26,18 +27,11 @@ const REFUSALS_MAX: usize = 64;
 /// The permission to answer requests.
 const ALLOW_RESPONSES: &str = "allow_responses";
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum RefusedOperation {
-    Publish,
-    Subscribe,
-}
-
-impl RefusedOperation {
-    pub(super) const fn as_str(self) -> &'static str {
-        match self {
-            Self::Publish => "publish",
-            Self::Subscribe => "subscribe",
-        }
+label_enum! {
+    #[derive(PartialOrd, Ord)]
+    pub(super) enum RefusedOperation {
+        Publish = "publish",
+        Subscribe = "subscribe",
     }
 }
 
@@ -157,7 +151,7 @@ impl RefusedPermissions {
     pub(super) fn list(&self) -> Vec<String> {
         let refusals = self.refusals.keys();
         let refusals = refusals.filter(|(_, grant)| grant != ALLOW_RESPONSES);
-        let refusals = refusals.map(|(operation, grant)| format!("{} {grant}", operation.as_str()));
+        let refusals = refusals.map(|(operation, grant)| format!("{} {grant}", operation.label()));
         refusals.collect()
     }
 

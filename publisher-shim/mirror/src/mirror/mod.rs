@@ -25,6 +25,7 @@ mod resume;
 mod save;
 mod windowed;
 
+use warmroute_proto::label_enum;
 use warmroute_proto::{
     BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierState, TierStates, Tiers,
 };
@@ -69,32 +70,23 @@ impl Default for MirrorConfig {
     }
 }
 
-/// A sign that the mirror may hold blocks which the engine does not. The mirror is then empty and
-/// partial, and its readers need a new generation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Inconsistency {
-    /// A block was removed that is not held, though everything was seen from the start.
-    BelowZero,
-    /// One engine hash stands for two prefixes.
-    TwoPrefixes,
-    /// More references than the engine has blocks.
-    TooMany,
-    /// An event or a payload did not decode: it may have removed any block.
-    Undecodable,
+label_enum! {
+    /// A sign that the mirror may hold blocks which the engine does not. The mirror is then empty
+    /// and partial, and its readers need a new generation.
+    #[derive(PartialOrd, Ord, Hash)]
+    pub enum Inconsistency {
+        /// A block was removed that is not held, though everything was seen from the start.
+        BelowZero = "below_zero",
+        /// One engine hash stands for two prefixes.
+        TwoPrefixes = "two_prefixes",
+        /// More references than the engine has blocks.
+        TooMany = "too_many",
+        /// An event or a payload did not decode: it may have removed any block.
+        Undecodable = "undecodable",
+    }
 }
 
 impl Inconsistency {
-    /// The label of a metric.
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::BelowZero => "below_zero",
-            Self::TwoPrefixes => "two_prefixes",
-            Self::TooMany => "too_many",
-            Self::Undecodable => "undecodable",
-        }
-    }
-
     /// What the engine did, for the operator's log.
     #[must_use]
     pub const fn cause(self) -> &'static str {

@@ -4,6 +4,7 @@
 //! hashes are those of the full-attention group's event for the same tokens, which is in the same
 //! batch: so these events are folded behind the others of their batch.
 
+use warmroute_proto::label_enum;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
 use super::groups::{GroupRole, HitNeed};
@@ -13,26 +14,16 @@ use super::resume::ResumePoints;
 use super::{Inconsistency, Mirror, Predecessor, RunPosition, StoreBlock};
 use crate::wire::{CacheEvent, EngineHash, StoredBlocks};
 
-/// What the events do not show of an engine's prefix lookup. Its hits may be shorter than what
-/// is credited.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LookupDoubt {
-    /// It decodes speculatively: with EAGLE or MTP a hit loses its last block.
-    Speculation,
-    /// It has state-space layers: with a KV connector a hit follows another rule.
-    StateSpace,
-    /// Its metrics, which would show speculative decoding, are not known.
-    NoMetrics,
-}
-
-impl LookupDoubt {
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Speculation => "speculative decoding",
-            Self::StateSpace => "state-space layers",
-            Self::NoMetrics => "no /metrics, which would show speculative decoding",
-        }
+label_enum! {
+    /// What the events do not show of an engine's prefix lookup. Its hits may be shorter than what
+    /// is credited.
+    pub enum LookupDoubt {
+        /// It decodes speculatively: with EAGLE or MTP a hit loses its last block.
+        Speculation = "speculative decoding",
+        /// It has state-space layers: with a KV connector a hit follows another rule.
+        StateSpace = "state-space layers",
+        /// Its metrics, which would show speculative decoding, are not known.
+        NoMetrics = "no /metrics, which would show speculative decoding",
     }
 }
 

@@ -6,6 +6,7 @@ use std::fmt;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use warmroute_proto::label_enum;
 
 use super::{ChatEncodeError, CivilTime, RenderError, Tokenizer};
 use crate::openai::{self, PromptList, PromptRoute, PromptSource};
@@ -21,30 +22,14 @@ pub struct Probe {
     pub ours: Result<Vec<u32>, ChatEncodeError>,
 }
 
-/// A route of engines that gives the token ids of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ProbePath {
-    Tokenize,
-    RenderChat,
-    RenderResponses,
-    RenderMessages,
-}
-
-impl ProbePath {
-    pub const ALL: [Self; 4] = [
-        Self::Tokenize,
-        Self::RenderChat,
-        Self::RenderResponses,
-        Self::RenderMessages,
-    ];
-
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Tokenize => "/tokenize",
-            Self::RenderChat => "/v1/chat/completions/render",
-            Self::RenderResponses => "/v1/responses/render",
-            Self::RenderMessages => "/v1/messages/render",
-        }
+label_enum! {
+    /// A route of engines that gives the token ids of a prompt.
+    #[derive(PartialOrd, Ord)]
+    pub enum ProbePath {
+        Tokenize = "/tokenize",
+        RenderChat = "/v1/chat/completions/render",
+        RenderResponses = "/v1/responses/render",
+        RenderMessages = "/v1/messages/render",
     }
 }
 

@@ -1,4 +1,4 @@
-//! Enums whose variants are the values of a metric label.
+//! Enums whose variants have a label each: the values of a metric's label, of a flag or in a page.
 
 /// Declares such an enum, with `ALL` variants and the `label` of each.
 #[macro_export]
@@ -13,6 +13,7 @@ macro_rules! label_enum {
         }
 
         impl $name {
+            #[allow(dead_code, reason = "some sets are never listed")]
             $vis const ALL: [Self; [$($label),*].len()] = [$(Self::$variant),*];
 
             #[must_use]
