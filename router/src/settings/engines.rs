@@ -9,7 +9,7 @@ use serde::Deserialize;
 use warmroute_process::tls::Authorities;
 use warmroute_shim::EngineKey;
 
-use super::file::{Seconds, Settings, SettingsError, ValueError, read};
+use super::file::{Ranged, Seconds, Settings, SettingsError, read};
 use crate::route::EngineBounds;
 
 /// An engine may keep a few requests waiting for one step.
@@ -25,7 +25,7 @@ pub(super) struct EngineSettings {
     key_file: PathBuf,
     load: bool,
     max_foreign_waiting: NonZeroU32,
-    max_kv_usage_percent: KvPercent,
+    max_kv_usage_percent: Ranged<1, 100>,
     pub(super) queue_timeout_secs: Seconds,
     pub(super) max_queued_requests: usize,
     pub(super) max_queued_requests_per_model: usize,
@@ -41,14 +41,14 @@ pub(super) struct EngineSettings {
 impl Default for EngineSettings {
     fn default() -> Self {
         Self {
-            answer_timeout_secs: Seconds(0),
+            answer_timeout_secs: Ranged(0),
             authorization: AuthorizationRule::Auto,
             ca: PathBuf::new(),
             key_file: PathBuf::new(),
             load: false,
             max_foreign_waiting: FOREIGN_WAITING,
-            max_kv_usage_percent: KvPercent(95),
-            queue_timeout_secs: Seconds(30),
+            max_kv_usage_percent: Ranged(95),
+            queue_timeout_secs: Ranged(30),
             max_queued_requests: 10_000,
             max_queued_requests_per_model: 10_000,
             salted_messages: false,
@@ -66,22 +66,6 @@ enum AuthorizationRule {
     Pass,
     Strip,
     Replace,
-}
-
-/// From 1 to 100.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "u32")]
-struct KvPercent(u32);
-
-impl TryFrom<u32> for KvPercent {
-    type Error = ValueError;
-
-    fn try_from(percent: u32) -> Result<Self, ValueError> {
-        if (1..=100).contains(&percent) {
-            return Ok(Self(percent));
-        }
-        Err(ValueError::KvPercent(percent))
-    }
 }
 
 /// Whether tenants have caches of their own, on which routes.
@@ -155,8 +139,8 @@ impl Settings {
 
     /// Longest time from sending a request that is no stream to its answer's head.
     pub(crate) fn answer_timeout(&self) -> Option<Duration> {
-        let secs = self.engines.answer_timeout_secs.0;
-        (secs > 0).then(|| Duration::from_secs(secs))
+        let timeout = self.engines.answer_timeout_secs.duration();
+        (!timeout.is_zero()).then_some(timeout)
     }
 
     /// The key of engines that have none of their own.

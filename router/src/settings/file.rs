@@ -32,14 +32,17 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// Room for the longest prompts in each of a recording's files.
 const RECORDING_BYTES_MIN: u64 = 1 << 20;
 
-/// One day, in seconds.
-const TIMEOUT_SECS_MAX: u64 = 86_400;
+/// One day.
+const TIMEOUT_SECS_MAX: u32 = 86_400;
 
-/// One minute, in milliseconds.
-const CONNECT_TIMEOUT_MS_MAX: u64 = 60_000;
+/// One minute.
+const CONNECT_TIMEOUT_MS_MAX: u32 = 60_000;
+
+/// A bound below the mean load leaves requests without a worker.
+const LOAD_PERCENT_MIN: u32 = 100;
 
 /// Far more than any machine has processors.
-const THREADS_MAX: usize = 1024;
+const THREADS_MAX: u32 = 1024;
 
 /// What the file sets. `docs/CONFIGURATION.md` describes each key.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -50,7 +53,7 @@ pub struct Settings {
     pub(crate) cors_origins: BTreeSet<WebOrigin>,
     pub(crate) extra_routes: BTreeSet<RoutePath>,
     pub(crate) completion_prompts: CompletionPrompts,
-    connect_timeout_ms: ConnectMillis,
+    connect_timeout_ms: Ranged<1, CONNECT_TIMEOUT_MS_MAX>,
     drain_timeout_secs: Seconds,
     engine_wait_timeout_secs: Seconds,
     first_token_timeout_secs: Seconds,
@@ -60,10 +63,11 @@ pub struct Settings {
     pub(crate) models: ModelTable,
     models_dir: PathBuf,
     pub(crate) multimodal: MultimodalRule,
-    prefix_hash_load_percent: LoadPercent,
+    prefix_hash_load_percent: Ranged<LOAD_PERCENT_MIN, { u32::MAX }>,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
-    request_threads: ThreadCount,
+    /// 0: as many as the machine's processors suggest.
+    request_threads: Ranged<0, THREADS_MAX>,
     pub(crate) resume_streams: ResumeRule,
     pub(super) tls: PortTls,
     tracing: TracingSettings,
@@ -82,20 +86,20 @@ impl Default for Settings {
             cors_origins: BTreeSet::new(),
             extra_routes: BTreeSet::new(),
             completion_prompts: CompletionPrompts::Text,
-            connect_timeout_ms: ConnectMillis(1000),
-            drain_timeout_secs: Seconds(30),
-            engine_wait_timeout_secs: Seconds(0),
-            first_token_timeout_secs: Seconds(0),
+            connect_timeout_ms: Ranged(1000),
+            drain_timeout_secs: Ranged(30),
+            engine_wait_timeout_secs: Ranged(0),
+            first_token_timeout_secs: Ranged(0),
             half_closed_clients: HalfClosedRule::Abort,
             max_prompt_bytes: 8 << 20,
             max_tokenizer_bytes: 1 << 30,
             models: ModelTable::default(),
             models_dir: PathBuf::new(),
             multimodal: MultimodalRule::Load,
-            prefix_hash_load_percent: LoadPercent(125),
+            prefix_hash_load_percent: Ranged(125),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
-            request_threads: ThreadCount(0),
+            request_threads: Ranged(0),
             resume_streams: ResumeRule::Off,
             tls: PortTls::default(),
             tracing: TracingSettings::default(),
@@ -128,38 +132,6 @@ impl TryFrom<u64> for RecordingBytes {
             return Err(ValueError::RecordingBytes(bytes));
         }
         Ok(Self(bytes))
-    }
-}
-
-/// From 100: a bound below the mean load leaves requests without a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "u32")]
-struct LoadPercent(u32);
-
-impl TryFrom<u32> for LoadPercent {
-    type Error = ValueError;
-
-    fn try_from(percent: u32) -> Result<Self, ValueError> {
-        if percent < 100 {
-            return Err(ValueError::LoadPercent(percent));
-        }
-        Ok(Self(percent))
-    }
-}
-
-/// From 0, for as many as the machine's processors suggest, to [`THREADS_MAX`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "usize")]
-struct ThreadCount(usize);
-
-impl TryFrom<usize> for ThreadCount {
-    type Error = ValueError;
-
-    fn try_from(threads: usize) -> Result<Self, ValueError> {
-        if threads > THREADS_MAX {
-            return Err(ValueError::Threads(threads));
-        }
-        Ok(Self(threads))
     }
 }
 
@@ -215,15 +187,12 @@ pub(crate) struct WebOrigin(String);
 #[serde(try_from = "String")]
 pub(crate) struct RoutePath(String);
 
-/// From 0 to [`TIMEOUT_SECS_MAX`].
+/// A whole number from `MIN` to `MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "u64")]
-pub(super) struct Seconds(pub(super) u64);
+#[serde(try_from = "u32")]
+pub(super) struct Ranged<const MIN: u32, const MAX: u32>(pub(super) u32);
 
-/// From 1 to [`CONNECT_TIMEOUT_MS_MAX`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "u64")]
-struct ConnectMillis(u64);
+pub(super) type Seconds = Ranged<0, TIMEOUT_SECS_MAX>;
 
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
@@ -271,22 +240,20 @@ pub(crate) enum ValueError {
     Origin(String),
     #[error("{0:?} is not a plain path below /v1/")]
     Route(String),
-    #[error("{0} is not between 0 and {TIMEOUT_SECS_MAX}")]
-    Seconds(u64),
-    #[error("{0} is not between 1 and {CONNECT_TIMEOUT_MS_MAX}")]
-    ConnectMillis(u64),
+    #[error("{value} is not between {min} and {max}")]
+    Range { value: u32, min: u32, max: u32 },
     #[error("{0:?} is not http://HOST:PORT")]
     OtlpEndpoint(String),
     #[error("{0} is less than {RECORDING_BYTES_MIN}")]
     RecordingBytes(u64),
-    #[error("{0} is less than 100")]
-    LoadPercent(u32),
-    #[error("{0} is not between 0 and {THREADS_MAX}")]
-    Threads(usize),
-    #[error("{0} is not between 1 and 100")]
-    KvPercent(u32),
     #[error("template arguments must be values of JSON")]
     TemplateKwargs,
+}
+
+impl Seconds {
+    pub(super) const fn duration(self) -> Duration {
+        Duration::from_secs(self.0 as u64)
+    }
 }
 
 impl Settings {
@@ -312,7 +279,7 @@ impl Settings {
 
     /// Threads of the runtime that serves requests. `None`: as many as the processors suggest.
     pub(crate) const fn request_threads(&self) -> Option<NonZeroUsize> {
-        NonZeroUsize::new(self.request_threads.0)
+        NonZeroUsize::new(self.request_threads.0 as usize)
     }
 
     /// Without what belongs to one machine or is applied at the start only: ports, keys, paths,
@@ -378,17 +345,17 @@ impl Settings {
 
     /// Longest time to open a connection to an engine.
     pub(crate) const fn connect_timeout(&self) -> Duration {
-        Duration::from_millis(self.connect_timeout_ms.0)
+        Duration::from_millis(self.connect_timeout_ms.0 as u64)
     }
 
     /// Time from SIGTERM to the end of the last request.
     pub(crate) const fn drain_timeout(&self) -> Duration {
-        Duration::from_secs(self.drain_timeout_secs.0)
+        self.drain_timeout_secs.duration()
     }
 
     /// Longest time for which a request waits for a worker; zero: none waits.
     pub(crate) const fn engine_wait_timeout(&self) -> Duration {
-        Duration::from_secs(self.engine_wait_timeout_secs.0)
+        self.engine_wait_timeout_secs.duration()
     }
 
     /// Bytes of the largest prompt that is tokenized.
@@ -418,8 +385,8 @@ impl Settings {
 
     /// Longest time from sending a streaming request to the first byte of its answer's body.
     pub(crate) fn first_token_timeout(&self) -> Option<Duration> {
-        let secs = self.first_token_timeout_secs.0;
-        (secs > 0).then(|| Duration::from_secs(secs))
+        let timeout = self.first_token_timeout_secs.duration();
+        (!timeout.is_zero()).then_some(timeout)
     }
 
     pub(crate) const fn half_closed_clients(&self) -> HalfClosed {
@@ -489,25 +456,18 @@ impl TryFrom<String> for RoutePath {
     }
 }
 
-impl TryFrom<u64> for Seconds {
+impl<const MIN: u32, const MAX: u32> TryFrom<u32> for Ranged<MIN, MAX> {
     type Error = ValueError;
 
-    fn try_from(secs: u64) -> Result<Self, ValueError> {
-        if secs > TIMEOUT_SECS_MAX {
-            return Err(ValueError::Seconds(secs));
+    fn try_from(value: u32) -> Result<Self, ValueError> {
+        if (MIN..=MAX).contains(&value) {
+            return Ok(Self(value));
         }
-        Ok(Self(secs))
-    }
-}
-
-impl TryFrom<u64> for ConnectMillis {
-    type Error = ValueError;
-
-    fn try_from(millis: u64) -> Result<Self, ValueError> {
-        if millis == 0 || millis > CONNECT_TIMEOUT_MS_MAX {
-            return Err(ValueError::ConnectMillis(millis));
-        }
-        Ok(Self(millis))
+        Err(ValueError::Range {
+            value,
+            min: MIN,
+            max: MAX,
+        })
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) struct QueueLengths {
 impl Settings {
     /// Longest time in the queue; zero: no request waits.
     pub(crate) const fn queue_timeout(&self) -> Duration {
-        Duration::from_secs(self.engines.queue_timeout_secs.0)
+        self.engines.queue_timeout_secs.duration()
     }
 
     pub(crate) const fn queue_lengths(&self) -> QueueLengths {

@@ -155,7 +155,7 @@ fn a_refused_file_names_the_line_and_the_fault() {
             "not between 0 and 86400",
         ),
         ("drain_timeout_secs = 86401", "not between 0 and 86400"),
-        ("prefix_hash_load_percent = 99", "99 is less than 100"),
+        ("prefix_hash_load_percent = 99", "99 is not between 100"),
         ("request_threads = 1025", "not between 0 and 1024"),
         ("connect_timeout_ms = 0", "not between 1 and 60000"),
         ("connect_timeout_ms = 60001", "not between 1 and 60000"),
