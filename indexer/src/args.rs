@@ -1,16 +1,15 @@
 //! The command line.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use warmroute_plane::{ExistingStreams, InitConfig};
-use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
+use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
 use warmroute_process::build;
-use warmroute_process::listen::{self, HostError};
-use warmroute_process::logs::Logs;
+use warmroute_process::listen;
 
 use crate::IndexerConfig;
 use crate::snapshot::Schedule;
@@ -24,8 +23,8 @@ pub struct IndexerArgs {
     #[command(subcommand)]
     pub command: Option<Command>,
     /// Address of the HTTP API.
-    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
-    pub host: String,
+    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0", value_parser = listen::host)]
+    pub host: IpAddr,
     /// TCP port of the HTTP API; 0 lets the system choose.
     #[arg(
         long, env = "WARMROUTE_PORT", default_value = "8090",
@@ -41,12 +40,12 @@ pub struct IndexerArgs {
     /// Beyond it, sources are set aside, the largest first, and answered as unknown; such a replica
     /// writes no snapshots. Without it: as much as the fleet's blocks take, about 55 bytes each
     /// with a snapshot.
-    #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes)]
-    pub max_memory: Option<u64>,
+    #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes::<usize>)]
+    pub max_memory: Option<usize>,
     /// Bytes of log after which a snapshot is written. Less makes restarts faster and writes more.
     #[arg(
         long, env = "WARMROUTE_SNAPSHOT_EVERY_BYTES", value_name = "BYTES",
-        default_value = "128MiB", value_parser = bytes
+        default_value = "128MiB", value_parser = bytes::<u64>
     )]
     pub snapshot_every_bytes: u64,
     /// Seconds after which a snapshot is written if there are new records; at most a day, so
@@ -174,7 +173,7 @@ pub struct InitArgs {
     /// all workers' blocks at 16 bytes each.
     #[arg(
         long, env = "WARMROUTE_MAX_BYTES", value_name = "BYTES", default_value = "2GiB",
-        value_parser = bytes
+        value_parser = bytes::<u64>
     )]
     pub max_bytes: u64,
     /// Seconds after which the log drops records.
@@ -220,45 +219,27 @@ pub struct ProcessConfig {
     pub nats: NatsArgs,
     pub indexer: IndexerConfig,
     pub snapshots: Schedule,
-    pub logs: Logs,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum ArgsError {
-    #[error(transparent)]
-    Host(#[from] HostError),
-    #[error("--nats-url is missing")]
-    NoNats,
-    #[error("--namespace is empty")]
-    EmptyNamespace,
-    #[error("--max-memory {0} is more than this machine can address")]
-    Memory(u64),
-    #[error(transparent)]
-    LogFilter(#[from] LogFilterError),
+    pub logs: LogArgs,
 }
 
 impl TryFrom<IndexerArgs> for ProcessConfig {
-    type Error = ArgsError;
+    type Error = NoNatsUrl;
 
-    fn try_from(args: IndexerArgs) -> Result<Self, ArgsError> {
-        if args.nats.nats_url.is_none() {
-            return Err(ArgsError::NoNats);
-        }
-        let namespace = args.nats.namespace().ok_or(ArgsError::EmptyNamespace)?;
-        let addressable = |bytes| usize::try_from(bytes).map_err(|_| ArgsError::Memory(bytes));
+    fn try_from(args: IndexerArgs) -> Result<Self, NoNatsUrl> {
+        args.nats.url()?;
         Ok(Self {
-            listen: listen::address("host", &args.host, args.port)?,
+            listen: SocketAddr::new(args.host, args.port),
             api_key_file: args.api_key_file,
-            nats: args.nats,
             indexer: IndexerConfig {
-                namespace,
-                max_memory_bytes: args.max_memory.map(addressable).transpose()?,
+                namespace: args.nats.namespace.clone(),
+                max_memory_bytes: args.max_memory,
             },
+            nats: args.nats,
             snapshots: Schedule {
                 bytes: args.snapshot_every_bytes,
                 every: Duration::from_secs(args.snapshot_every_secs),
             },
-            logs: args.logs.try_into()?,
+            logs: args.logs,
         })
     }
 }
@@ -276,7 +257,7 @@ pub enum BytesError {
 }
 
 /// A size as an operator writes it.
-fn bytes(text: &str) -> Result<u64, BytesError> {
+fn bytes<N: TryFrom<u64>>(text: &str) -> Result<N, BytesError> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1,
@@ -292,7 +273,9 @@ fn bytes(text: &str) -> Result<u64, BytesError> {
     };
     let number: u64 = digits.trim_end().parse()?;
     let bytes = number.checked_mul(unit).filter(|&bytes| bytes > 0);
-    bytes.ok_or(BytesError::Range)
+    bytes
+        .and_then(|bytes| N::try_from(bytes).ok())
+        .ok_or(BytesError::Range)
 }
 
 #[cfg(test)]
@@ -302,7 +285,7 @@ mod tests {
     #[test]
     fn sizes_are_read_as_operators_write_them() {
         let check = |text: &str, value: Option<u64>| {
-            assert_eq!(bytes(text).ok(), value, "{text}");
+            assert_eq!(bytes::<u64>(text).ok(), value, "{text}");
         };
         check("4096", Some(4096));
         check("6GiB", Some(6 << 30));
@@ -317,7 +300,7 @@ mod tests {
         check("99999999TB", None);
     }
 
-    fn config(flags: &[&str]) -> Result<ProcessConfig, ArgsError> {
+    fn config(flags: &[&str]) -> Result<ProcessConfig, NoNatsUrl> {
         let program = ["warmroute-indexer"].iter().chain(flags);
         IndexerArgs::parse_from(program).try_into()
     }
@@ -341,11 +324,13 @@ mod tests {
 
     #[test]
     fn what_cannot_work_is_refused() {
-        assert!(matches!(config(&[]), Err(ArgsError::NoNats)));
-        let empty = ["--nats-url", "n", "--namespace", ""];
-        assert!(matches!(config(&empty), Err(ArgsError::EmptyNamespace)));
-        let slow = ["warmroute-indexer", "--snapshot-every-secs", "86401"];
-        assert!(IndexerArgs::try_parse_from(slow).is_err());
+        assert!(matches!(config(&[]), Err(NoNatsUrl)));
+        for flag in ["--namespace=", "--snapshot-every-secs=86401", "--host=h"] {
+            assert!(
+                IndexerArgs::try_parse_from(["warmroute-indexer", flag]).is_err(),
+                "{flag}"
+            );
+        }
     }
 
     #[test]

@@ -55,9 +55,8 @@ fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
 
 /// Needs no server.
 fn credentials(step: &CredentialsStep, nats: &NatsArgs) -> anyhow::Result<ExitCode> {
-    let namespace = nats.namespace().context("--namespace is empty")?;
     let unix_secs = Duration::from_nanos(unix_ns()).as_secs();
-    let printed = warmroute_indexer::credentials::run(step, &namespace, unix_secs)?;
+    let printed = warmroute_indexer::credentials::run(step, &nats.namespace, unix_secs)?;
     announce(format_args!("{printed}"));
     Ok(ExitCode::SUCCESS)
 }

@@ -3,17 +3,15 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser, TypedValueParser as _};
 use clap::{Parser, ValueEnum};
 use serde::Deserialize;
-use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
+use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
 use warmroute_process::build;
-use warmroute_process::engine_args::{
-    BLOCK_TOKENS_MAX, block_size, is_endpoint, is_event_route, is_route_of,
-};
-use warmroute_process::listen::{self, HostError};
-use warmroute_process::logs::Logs;
-use warmroute_proto::WorkerId;
+use warmroute_process::engine_args::{block_size, is_endpoint, is_event_route, is_route_of};
+use warmroute_process::listen;
 use warmroute_proto::registry::RANKS_MAX;
+use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::mirror::Assumptions;
 use crate::{OUTBOX_BYTES_MAX, ShimConfig};
@@ -25,8 +23,11 @@ use crate::{OUTBOX_BYTES_MAX, ShimConfig};
 #[command(name = "warmroute-shim", version = build::version(), max_term_width = 100)]
 pub struct Args {
     /// The worker's name, unique in the namespace.
-    #[arg(long, env = "WARMROUTE_WORKER_ID", value_name = "NAME")]
-    pub worker_id: String,
+    #[arg(
+        long, env = "WARMROUTE_WORKER_ID", value_name = "NAME",
+        value_parser = NonEmptyStringValueParser::new().map(WorkerId::from)
+    )]
+    pub worker_id: WorkerId,
     /// The engine's HTTP address as seen by this shim: http://HOST:PORT or https://HOST:PORT.
     #[arg(long, env = "WARMROUTE_WORKER_URL", value_name = "URL")]
     pub worker_url: String,
@@ -50,7 +51,10 @@ pub struct Args {
     #[arg(long, env = "WARMROUTE_KV_REPLAY_ENDPOINT", value_name = "tcp://H:P")]
     pub kv_replay_endpoint: Option<String>,
     /// Data-parallel ranks of the engine.
-    #[arg(long, env = "WARMROUTE_RANKS", default_value_t = 1)]
+    #[arg(
+        long, env = "WARMROUTE_RANKS", default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(RANKS_MAX))
+    )]
     pub ranks: u32,
     /// Directory of checkpoints. Without it, a restarted shim has only the engine's replay buffer.
     #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
@@ -59,8 +63,8 @@ pub struct Args {
     #[arg(long, env = "WARMROUTE_KV_TOPIC", value_name = "TOPIC")]
     pub kv_topic: Option<String>,
     /// Tokens per block that the engine's events must have. By default learned from them.
-    #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
-    pub block_size: Option<u32>,
+    #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS", value_parser = block_size)]
+    pub block_size: Option<BlockSize>,
     /// Facts about the engine that its events do not show.
     #[arg(
         long,
@@ -72,11 +76,14 @@ pub struct Args {
     pub assume: Vec<Assumed>,
     /// Bytes of records of one rank that may wait for NATS. Above, one image of the cache replaces
     /// them.
-    #[arg(long, env = "WARMROUTE_OUTBOX_BYTES", default_value_t = OUTBOX_BYTES_MAX)]
+    #[arg(
+        long, env = "WARMROUTE_OUTBOX_BYTES", default_value_t = OUTBOX_BYTES_MAX,
+        value_parser = RangedU64ValueParser::<usize>::new().range(OUTBOX_BYTES_MIN..)
+    )]
     pub outbox_bytes: usize,
     /// Address of the probes, metrics and digests.
-    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
-    pub host: String,
+    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0", value_parser = listen::host)]
+    pub host: IpAddr,
     /// TCP port of the probes, metrics and digests; 0: the system chooses.
     #[arg(
         long, env = "WARMROUTE_PORT", default_value = "8091",
@@ -92,7 +99,7 @@ pub struct Args {
 const PORT: u16 = 8091;
 
 /// A smaller outbox overflows at each short pause of NATS.
-const OUTBOX_BYTES_MIN: usize = 1 << 20;
+const OUTBOX_BYTES_MIN: u64 = 1 << 20;
 
 /// A fact about the engine ([`Assumptions`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ValueEnum)]
@@ -135,25 +142,13 @@ pub struct Config {
     pub engine_key_file: Option<PathBuf>,
     /// Likewise.
     pub engine_ca: Option<PathBuf>,
-    pub logs: Logs,
+    pub logs: LogArgs,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error(transparent)]
-    Host(#[from] HostError),
-    #[error("--nats-url is missing")]
-    NoNats,
-    #[error("--namespace is empty")]
-    EmptyNamespace,
-    #[error("--worker-id is empty")]
-    EmptyWorker,
-    #[error("--ranks {0} is not 1 to {RANKS_MAX}")]
-    Ranks(u32),
-    #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
-    BlockSize(u32),
-    #[error("--outbox-bytes {0} is less than {OUTBOX_BYTES_MIN}")]
-    Outbox(usize),
+    NoNats(#[from] NoNatsUrl),
     #[error(
         "--{flag} {endpoint:?} is not tcp://HOST:PORT or ipc://PATH; only --kv-endpoint may also be \
          http://HOST:PORT/PATH, which has no replay endpoint"
@@ -168,36 +163,18 @@ pub enum ConfigError {
     Url { flag: &'static str, url: String },
     #[error("{0} is a loopback address: set --advertise-url to the address that routers use")]
     Loopback(String),
-    #[error(transparent)]
-    LogFilter(#[from] LogFilterError),
 }
 
 impl TryFrom<Args> for Config {
     type Error = ConfigError;
 
     fn try_from(args: Args) -> Result<Self, ConfigError> {
-        if args.nats.nats_url.is_none() {
-            return Err(ConfigError::NoNats);
-        }
-        let namespace = args.nats.namespace().ok_or(ConfigError::EmptyNamespace)?;
+        args.nats.url()?;
         let worker_url = url("worker-url", &args.worker_url)?;
         let advertise_url = match args.advertise_url {
             Some(advertised) => url("advertise-url", &advertised)?,
             None if is_loopback(&worker_url) => return Err(ConfigError::Loopback(worker_url)),
             None => worker_url.clone(),
-        };
-        if args.worker_id.is_empty() {
-            return Err(ConfigError::EmptyWorker);
-        }
-        if args.ranks == 0 || args.ranks > RANKS_MAX {
-            return Err(ConfigError::Ranks(args.ranks));
-        }
-        if args.outbox_bytes < OUTBOX_BYTES_MIN {
-            return Err(ConfigError::Outbox(args.outbox_bytes));
-        }
-        let block_size = match args.block_size {
-            Some(tokens) => Some(block_size(tokens).ok_or(ConfigError::BlockSize(tokens))?),
-            None => None,
         };
         let is_route = args.kv_endpoint.as_deref().is_some_and(is_event_route);
         if let Some(route) = args.kv_endpoint.as_ref().filter(|_| is_route)
@@ -213,23 +190,23 @@ impl TryFrom<Args> for Config {
             ),
         };
         Ok(Self {
-            listen: listen::address("host", &args.host, args.port)?,
-            nats: args.nats,
+            listen: SocketAddr::new(args.host, args.port),
             shim: ShimConfig {
                 advertise_url,
                 kv_endpoint,
                 kv_replay_endpoint,
                 ranks: args.ranks,
                 topic: args.kv_topic,
-                block_size,
+                block_size: args.block_size,
                 assume: assumptions(&args.assume),
                 outbox_bytes_max: args.outbox_bytes,
-                ..ShimConfig::new(namespace, WorkerId::from(args.worker_id), worker_url)
+                ..ShimConfig::new(args.nats.namespace.clone(), args.worker_id, worker_url)
             },
+            nats: args.nats,
             state_dir: args.state_dir,
             engine_key_file: args.engine_key_file,
             engine_ca: args.engine_ca,
-            logs: args.logs.try_into()?,
+            logs: args.logs,
         })
     }
 }
@@ -270,7 +247,6 @@ fn is_loopback(url: &str) -> bool {
 mod tests {
     use clap::CommandFactory as _;
     use warmroute_process::env;
-    use warmroute_proto::BlockSize;
 
     use super::*;
 

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::Args;
+use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
 use warmroute_proto::Namespace;
 
-use crate::logs::Logs;
 use crate::nats;
 
 /// Connection to the plane. The flags may stand before or after a sub-command.
@@ -24,9 +25,10 @@ pub struct NatsArgs {
         long,
         global = true,
         env = "WARMROUTE_NAMESPACE",
-        default_value = "default"
+        default_value = "default",
+        value_parser = NonEmptyStringValueParser::new().map(Namespace::from)
     )]
-    pub namespace: String,
+    pub namespace: Namespace,
     /// File with credentials: a .creds file, an nkey seed, `USER:PASSWORD` or a token. Keeps
     /// secrets out of URLs and process lists.
     #[arg(long, global = true, env = "WARMROUTE_NATS_CREDS", value_name = "FILE")]
@@ -53,11 +55,14 @@ impl fmt::Debug for NatsArgs {
     }
 }
 
+/// A process that needs a plane has none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("--nats-url is missing")]
+pub struct NoNatsUrl;
+
 impl NatsArgs {
-    /// The namespace, or `None` if it is empty.
-    #[must_use]
-    pub fn namespace(&self) -> Option<Namespace> {
-        (!self.namespace.is_empty()).then(|| Namespace::from(self.namespace.as_str()))
+    pub fn url(&self) -> Result<&str, NoNatsUrl> {
+        self.nats_url.as_deref().ok_or(NoNatsUrl)
     }
 }
 
@@ -127,7 +132,8 @@ pub struct LogArgs {
         global = true,
         env = "WARMROUTE_LOG",
         default_value = "info",
-        value_name = "FILTER"
+        value_name = "FILTER",
+        value_parser = log_filter
     )]
     pub log: String,
     /// Logs as JSON lines, for collectors.
@@ -135,22 +141,8 @@ pub struct LogArgs {
     pub log_json: bool,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("--log {0:?} is no log filter")]
-pub struct LogFilterError(String);
-
-impl TryFrom<LogArgs> for Logs {
-    type Error = LogFilterError;
-
-    fn try_from(args: LogArgs) -> Result<Self, LogFilterError> {
-        match EnvFilter::try_new(&args.log) {
-            Ok(_) => Ok(Self {
-                filter: args.log,
-                json: args.log_json,
-            }),
-            Err(_) => Err(LogFilterError(args.log)),
-        }
-    }
+fn log_filter(text: &str) -> Result<String, ParseError> {
+    EnvFilter::try_new(text).map(|_| text.to_owned())
 }
 
 #[cfg(test)]

@@ -42,10 +42,17 @@ pub fn is_route_of(route: &str, worker_url: &str) -> bool {
     worker_url.starts_with("unix:") || origin(route) == origin(worker_url)
 }
 
-/// A block size of 1 to [`BLOCK_TOKENS_MAX`] tokens.
-#[must_use]
-pub fn block_size(tokens: u32) -> Option<BlockSize> {
-    BlockSize::new(tokens).filter(|_| tokens <= BLOCK_TOKENS_MAX)
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not between 1 and {BLOCK_TOKENS_MAX}")]
+pub struct BlockSizeError;
+
+/// Parses a block size of 1 to [`BLOCK_TOKENS_MAX`] tokens.
+pub fn block_size(text: &str) -> Result<BlockSize, BlockSizeError> {
+    let tokens = text
+        .parse()
+        .ok()
+        .filter(|tokens| *tokens <= BLOCK_TOKENS_MAX);
+    tokens.and_then(BlockSize::new).ok_or(BlockSizeError)
 }
 
 #[cfg(test)]
@@ -103,8 +110,9 @@ mod tests {
 
     #[test]
     fn block_sizes_are_bounded() {
-        assert_eq!(block_size(0), None);
-        assert_eq!(block_size(BLOCK_TOKENS_MAX + 1), None);
-        assert_eq!(block_size(16), BlockSize::new(16));
+        for bad in ["0", "65537", "-1", "x"] {
+            assert_eq!(block_size(bad), Err(BlockSizeError), "{bad}");
+        }
+        assert_eq!(block_size("16").ok(), BlockSize::new(16));
     }
 }

@@ -1,30 +1,17 @@
 //! Addresses to listen on, as operators and Kubernetes write them.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{AddrParseError, IpAddr, SocketAddr};
 use std::num::ParseIntError;
 
 use anyhow::Context as _;
 use tokio::net::TcpListener;
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("--{flag} {value:?} is no IP address or localhost")]
-pub struct HostError {
-    pub flag: &'static str,
-    pub value: String,
-}
-
-/// The socket address of a host: an IP address, with or without brackets, or `localhost`.
-pub fn address(flag: &'static str, host: &str, port: u16) -> Result<SocketAddr, HostError> {
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let ip = match bare {
+/// Parses the address of a host: an IP address, with or without brackets, or `localhost`.
+pub fn host(text: &str) -> Result<IpAddr, AddrParseError> {
+    match text.trim_start_matches('[').trim_end_matches(']') {
         "localhost" => Ok(IpAddr::from([127, 0, 0, 1])),
         bare => bare.parse(),
-    };
-    ip.map(|ip| SocketAddr::new(ip, port))
-        .map_err(|_| HostError {
-            flag,
-            value: host.to_owned(),
-        })
+    }
 }
 
 /// Parses a port. Kubernetes sets `WARMROUTE_PORT=tcp://…` beside a service named `warmroute`,

@@ -6,14 +6,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt;
 
 use crate::access::AUDIT_TARGET;
-
-/// Configuration of the logs.
-#[derive(Clone, Debug)]
-pub struct Logs {
-    /// A filter that parses.
-    pub filter: String,
-    pub json: bool,
-}
+use crate::args::LogArgs;
 
 #[derive(Debug, thiserror::Error)]
 pub enum LogsError {
@@ -33,12 +26,12 @@ fn filter(text: &str) -> Result<EnvFilter, LogsError> {
 }
 
 /// Installs the process's logger. Fails the second time.
-pub fn install(logs: &Logs) -> Result<(), LogsError> {
+pub fn install(args: &LogArgs) -> Result<(), LogsError> {
     let builder = fmt()
-        .with_env_filter(filter(&logs.filter)?)
+        .with_env_filter(filter(&args.log)?)
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
-    let installed = if logs.json {
+    let installed = if args.log_json {
         builder.json().flatten_event(true).try_init()
     } else {
         builder.try_init()

@@ -234,14 +234,11 @@ pub async fn retry_unreachable<T>(
 /// The client's configuration. `role` names the process in the server's monitoring.
 pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
     let (url, _) = url_and_log(args)?;
-    let Some(namespace) = args.namespace() else {
-        bail!("--namespace is empty");
-    };
     let auth = match &args.nats_creds {
         Some(file) => credentials(file)?,
         None => url_auth(&url),
     };
-    let mut config = named(&url, namespace, role, auth)?;
+    let mut config = named(&url, args.namespace.clone(), role, auth)?;
     if let Some(tls) = args.nats_tls.clone() {
         config.tls = NatsTls {
             required: true,
@@ -258,9 +255,7 @@ pub fn log(args: &NatsArgs) -> anyhow::Result<PlaneLog> {
 }
 
 fn url_and_log(args: &NatsArgs) -> anyhow::Result<(String, PlaneLog)> {
-    let Some(url) = args.nats_url.as_deref() else {
-        bail!("--nats-url is missing");
-    };
+    let url = args.url()?;
     // A password may contain a question mark.
     let (servers, options) = match url.rsplit_once('?') {
         Some((servers, options)) if !options.contains('@') => (servers, Some(options)),

@@ -1,11 +1,15 @@
 //! The command line: each knob with its environment name, default, unit and a reason to change it.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Args as Group, Parser, Subcommand};
 use warmroute_process::args::{LogArgs, NatsArgs};
 use warmroute_process::build;
-use warmroute_process::listen::port;
+use warmroute_process::engine_args::block_size;
+use warmroute_process::listen::{host, port};
+use warmroute_proto::BlockSize;
 
 use super::worker::WorkerSpec;
 use crate::fit::FitArgs;
@@ -95,8 +99,8 @@ pub struct ConvertArgs {
 #[command(next_help_heading = "Listening")]
 pub struct ListenArgs {
     /// Address for clients. 127.0.0.1 if only this machine may reach the router.
-    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
-    pub host: String,
+    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0", value_parser = host)]
+    pub host: IpAddr,
     /// TCP port for clients; 0 lets the system choose.
     #[arg(
         long, env = "WARMROUTE_PORT", default_value = "8080",
@@ -104,8 +108,8 @@ pub struct ListenArgs {
     )]
     pub port: u16,
     /// Address of the admin port. It shows routing decisions: restrict access to operators.
-    #[arg(long, env = "WARMROUTE_ADMIN_HOST", default_value = "127.0.0.1")]
-    pub admin_host: String,
+    #[arg(long, env = "WARMROUTE_ADMIN_HOST", default_value = "127.0.0.1", value_parser = host)]
+    pub admin_host: IpAddr,
     /// TCP port for metrics, workers, slots and digests; 0 lets the system choose.
     #[arg(
         long, env = "WARMROUTE_ADMIN_PORT", default_value = "29000",
@@ -129,14 +133,17 @@ pub struct FleetArgs {
     pub tokenizer: Option<String>,
     /// Tokens per KV block of engines that report none. Each other worker is credited in blocks of
     /// its own size, up to 4 sizes a model; one that differs from this one is logged.
-    #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
-    pub block_size: Option<u32>,
+    #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS", value_parser = block_size)]
+    pub block_size: Option<BlockSize>,
     /// Directory for checkpoints of the workers' caches, so that a restarted router knows what its
     /// engines cached before, hits included. Without NATS only; else each shim has its own.
     #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
     /// Milliseconds between two health probes of a worker. Shorter detects a failure sooner.
-    #[arg(long, env = "WARMROUTE_HEALTH_INTERVAL_MS", default_value_t = 1000)]
+    #[arg(
+        long, env = "WARMROUTE_HEALTH_INTERVAL_MS", default_value_t = 1000,
+        value_parser = clap::value_parser!(u64).range(10..=60_000)
+    )]
     pub health_interval_ms: u64,
 }
 
@@ -144,15 +151,24 @@ pub struct FleetArgs {
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
     /// Largest request body in bytes; above, 413. Raise it for large images in chat messages.
-    #[arg(long, env = "WARMROUTE_MAX_BODY_BYTES", default_value_t = 64 << 20)]
-    pub max_body_bytes: u64,
+    #[arg(
+        long, env = "WARMROUTE_MAX_BODY_BYTES", default_value_t = 64 << 20,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1024..=4 << 30)
+    )]
+    pub max_body_bytes: usize,
     /// Bytes of all request bodies and of the memory that their prompts take; above, 503. Bounds
     /// the router's memory.
-    #[arg(long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20)]
-    pub max_buffered_bytes: u64,
+    #[arg(
+        long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1024..=1 << 40)
+    )]
+    pub max_buffered_bytes: usize,
     /// Concurrent client connections. Above, the one idle longest is closed.
-    #[arg(long, env = "WARMROUTE_MAX_CONNECTIONS", default_value_t = 8192)]
-    pub max_connections: u32,
+    #[arg(
+        long, env = "WARMROUTE_MAX_CONNECTIONS", default_value_t = 8192,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 20)
+    )]
+    pub max_connections: usize,
 }
 
 /// One `--worker` flag, or the whole of `WARMROUTE_WORKER`: one or more workers.

@@ -16,10 +16,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use warmroute_process::args::{LogFilterError, NatsArgs};
-use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size};
-use warmroute_process::listen::{HostError, address};
-use warmroute_process::logs::Logs;
+use warmroute_process::args::{LogArgs, NatsArgs};
 use warmroute_proto::{BlockSize, Namespace};
 
 use crate::route::Knobs;
@@ -54,7 +51,7 @@ pub struct Config {
     pub threads: ThreadCounts,
     /// `--config`.
     pub settings: Option<SettingsFile>,
-    pub logs: Logs,
+    pub logs: LogArgs,
 }
 
 /// Bounds of the process.
@@ -75,38 +72,23 @@ pub enum RouterConfigError {
     StateDir,
     #[error("--init, --nats-creds and --nats-tls have no effect without --nats-url")]
     NoNats,
-    #[error(transparent)]
-    Host(#[from] HostError),
     #[error("--port and --admin-port are both {0} on the same address")]
     PortClash(u16),
-    #[error("--namespace is empty")]
-    EmptyNamespace,
     #[error("--worker: {0}")]
     Workers(#[from] WorkerSetError),
     #[error("--worker: {0}")]
     WorkerKey(#[from] WorkerKeyError),
     #[error(transparent)]
     Choice(#[from] ChoiceArgsError),
-    #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
-    BlockSize(u32),
     #[error("--tokenizer: {0}")]
     Tokenizer(#[from] LocateError),
-    #[error("--{flag} {value} is not between {min} and {max}")]
-    Range {
-        flag: &'static str,
-        value: u64,
-        min: u64,
-        max: u64,
-    },
     #[error("--max-buffered-bytes {buffered} is less than --max-body-bytes {body}")]
-    Buffered { buffered: u64, body: u64 },
+    Buffered { buffered: usize, body: usize },
     #[error("--config {path:?}: {error}")]
     Settings {
         path: PathBuf,
         error: Box<SettingsError>,
     },
-    #[error(transparent)]
-    LogFilter(#[from] LogFilterError),
 }
 
 impl TryFrom<RouterArgs> for Config {
@@ -123,12 +105,12 @@ impl TryFrom<RouterArgs> for Config {
             limits,
             logs,
         } = args;
-        let public = address("host", &listen.host, listen.port)?;
-        let admin = address("admin-host", &listen.admin_host, listen.admin_port)?;
+        let public = SocketAddr::new(listen.host, listen.port);
+        let admin = SocketAddr::new(listen.admin_host, listen.admin_port);
         if clash(public, admin) {
             return Err(RouterConfigError::PortClash(public.port()));
         }
-        let namespace = nats.namespace().ok_or(RouterConfigError::EmptyNamespace)?;
+        let namespace = nats.namespace.clone();
         let mut workers: Vec<WorkerSpec> =
             fleet.workers.into_iter().flat_map(|list| list.0).collect();
         for worker in &mut workers {
@@ -162,18 +144,13 @@ impl TryFrom<RouterArgs> for Config {
             workers,
             tokenizer,
             state_dir: fleet.state_dir,
-            block_size: match fleet.block_size {
-                Some(tokens) => {
-                    Some(block_size(tokens).ok_or(RouterConfigError::BlockSize(tokens))?)
-                }
-                None => None,
-            },
+            block_size: fleet.block_size,
             knobs,
             limits: Limits::try_from(limits)?,
-            health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
+            health_interval: Duration::from_millis(fleet.health_interval_ms),
             threads: thread_counts(settings.as_ref()),
             settings,
-            logs: Logs::try_from(logs)?,
+            logs,
         })
     }
 }
@@ -182,16 +159,14 @@ impl TryFrom<args::LimitArgs> for Limits {
     type Error = RouterConfigError;
 
     fn try_from(args: args::LimitArgs) -> Result<Self, RouterConfigError> {
-        let body = range("max-body-bytes", args.max_body_bytes, 1024, 4 << 30)?;
-        let buffered = range("max-buffered-bytes", args.max_buffered_bytes, 1024, 1 << 40)?;
+        let (body, buffered) = (args.max_body_bytes, args.max_buffered_bytes);
         if buffered < body {
             return Err(RouterConfigError::Buffered { buffered, body });
         }
-        let connections = range("max-connections", args.max_connections.into(), 1, 1 << 20)?;
         Ok(Self {
-            body_bytes: as_usize(body),
-            buffered_bytes: as_usize(buffered),
-            connections: as_usize(connections),
+            body_bytes: body,
+            buffered_bytes: buffered,
+            connections: args.max_connections,
         })
     }
 }
@@ -214,35 +189,4 @@ fn settings(path: PathBuf, rule: &WorkerRule) -> Result<SettingsFile, RouterConf
         path,
         error: Box::new(error),
     })
-}
-
-const fn range(
-    flag: &'static str,
-    value: u64,
-    min: u64,
-    max: u64,
-) -> Result<u64, RouterConfigError> {
-    if value < min || value > max {
-        return Err(RouterConfigError::Range {
-            flag,
-            value,
-            min,
-            max,
-        });
-    }
-    Ok(value)
-}
-
-fn millis(
-    flag: &'static str,
-    value: u64,
-    min: u64,
-    max: u64,
-) -> Result<Duration, RouterConfigError> {
-    range(flag, value, min, max).map(Duration::from_millis)
-}
-
-/// Saturates where a `usize` has 32 bits.
-fn as_usize(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
 }

@@ -108,7 +108,7 @@ fn the_end_of_the_url_says_who_keeps_the_log() {
     let read = |url: &str| {
         let args = NatsArgs {
             nats_url: Some(url.to_owned()),
-            namespace: "ns".to_owned(),
+            namespace: "ns".into(),
             nats_creds: None,
             nats_tls: None,
             init: false,

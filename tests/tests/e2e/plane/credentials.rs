@@ -68,7 +68,7 @@ impl Fleet {
     async fn join_as(&self, user: &str) -> NatsPlane {
         let args = NatsArgs {
             nats_url: Some(self.parts().urls()),
-            namespace: NAMESPACE.to_owned(),
+            namespace: NAMESPACE.into(),
             nats_creds: Some(self.parts().credentials(user)),
             nats_tls: None,
             init: false,
