@@ -20,17 +20,6 @@ use crate::digest::{GOLDEN_GAMMA, mix};
 use crate::hash::prefix_hashes;
 use crate::{Generation, LocalHash, PrefixHash, RecordNumber, RouterId, Source};
 
-/// Id of one request on one source. New for every attempt.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
-)]
-pub struct SlotId {
-    pub router: RouterId,
-    /// Fences messages of earlier incarnations of this router.
-    pub incarnation: Generation,
-    pub counter: u64,
-}
-
 /// One router's numbered changes. Obeys the sequencing rule, with the incarnation as generation.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct LoadMessage {

@@ -150,28 +150,11 @@ impl Mock {
         format!("http://{}", SocketAddr::new(self.host, self.ports.port))
     }
 
-    /// Addresses of the live events, by rank.
-    #[must_use]
-    pub fn kv_endpoints(&self) -> Vec<String> {
-        self.endpoints(&self.ports.kv)
-    }
-
-    /// Addresses of the replays, by rank. Empty without replays.
-    #[must_use]
-    pub fn replay_endpoints(&self) -> Vec<String> {
-        self.endpoints(&self.ports.replay)
-    }
-
     /// Ends every request and frees the ports. Idle HTTP connections stay open until their clients
     /// close them.
     pub async fn stop(self) {
         self.stop.cancel();
         self.tasks.wait().await;
-    }
-
-    fn endpoints(&self, ports: &[u16]) -> Vec<String> {
-        let endpoint = |&port| format!("tcp://{}", SocketAddr::new(self.host, port));
-        ports.iter().map(endpoint).collect()
     }
 }
 
