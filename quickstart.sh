@@ -42,8 +42,8 @@ if [ -z "$target" ]; then
   fi
   need_command g++ g++
   step "building"
-  cargo build --locked "${binaries[@]/#/--bin=}"
-  target=${CARGO_TARGET_DIR:-target}/debug
+  cargo build --locked --profile quickstart "${binaries[@]/#/--bin=}"
+  target=${CARGO_TARGET_DIR:-target}/quickstart
 fi
 
 # State of this run: logs, and with NATS the streams and the shims' checkpoints.

@@ -48,5 +48,5 @@ step "packages"
 deploy/package.sh --dev
 step "quick starts"
 # The one-process form ran from the wheel.
-./quickstart.sh --nats --once
+./quickstart.sh --nats --once --binaries "${CARGO_TARGET_DIR:-target}/debug"
 step "all checks passed"
