@@ -15,6 +15,7 @@
 
 mod idle;
 mod protocol;
+mod seldom;
 mod stream;
 mod untaken;
 
@@ -42,6 +43,7 @@ use tokio_util::task::TaskTracker;
 
 use idle::{ArrivingBody, ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
 use protocol::{Protocol, StreamExecutor};
+use seldom::Seldom;
 use stream::ClientStream;
 
 use crate::tls::{ServerTls, agreed_on_http2};
@@ -549,16 +551,18 @@ impl ServedConnection {
         &self,
         connection: C,
         finish: impl Fn(Pin<&mut C>),
-        mut stopped: Pin<&mut impl Future<Output = ()>>,
+        stopped: Pin<&mut impl Future<Output = ()>>,
     ) where
         C: Future<Output = hyper::Result<()>>,
     {
         tokio::pin!(connection);
         let ended = self.ended();
         tokio::pin!(ended);
+        let (mut stopped, mut ended) = (Seldom::new(stopped), Seldom::new(ended));
         let mut stopping = false;
         loop {
             tokio::select! {
+                biased;
                 ended = &mut connection => {
                     if let Err(error) = ended {
                         tracing::trace!(%error, "connection broke");
