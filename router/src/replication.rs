@@ -258,18 +258,20 @@ impl ReplicationTask {
     ) -> Option<ReplicationEvent> {
         let due = self.replica.due().map(Instant::from_std);
         let is_due = due.is_some();
+        // Rare inputs first: each has its turn under a flood of broadcasts.
         let event = tokio::select! {
+            biased;
             () = stopped => return None,
-            message = streams.broadcasts.next() => ReplicationEvent::Broadcast(message?.payload),
-            request = streams.requests.next() => ReplicationEvent::Request(request?),
-            event = streams.registry.next() => ReplicationEvent::Registry(event),
-            Some(answer) = self.asks.next() => ReplicationEvent::Answer(answer),
-            event = self.incarnations.next() => ReplicationEvent::Lease(event),
             Ok(()) = self.connection.changed() => ReplicationEvent::Connection,
-            () = self.state.0.written() => ReplicationEvent::Written,
-            () = sleep_until(due.unwrap_or_else(Instant::now)), if is_due => ReplicationEvent::Due,
+            event = self.incarnations.next() => ReplicationEvent::Lease(event),
+            event = streams.registry.next() => ReplicationEvent::Registry(event),
             _ = self.ticks.tick() => ReplicationEvent::Tick,
+            () = sleep_until(due.unwrap_or_else(Instant::now)), if is_due => ReplicationEvent::Due,
+            Some(answer) = self.asks.next() => ReplicationEvent::Answer(answer),
             Some(request) = self.status_requests.recv() => ReplicationEvent::Status(request),
+            request = streams.requests.next() => ReplicationEvent::Request(request?),
+            () = self.state.0.written() => ReplicationEvent::Written,
+            message = streams.broadcasts.next() => ReplicationEvent::Broadcast(message?.payload),
         };
         Some(event)
     }

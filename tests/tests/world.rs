@@ -19,6 +19,8 @@ use warmroute_tests::world::{
 const SEEDS: u64 = 500;
 /// A named fault is tried on so many worlds that are calm otherwise, and as many that are not.
 const WORLDS: u64 = 6;
+/// Everything that knew of a generation but one indexer is lost, and the generation is given again.
+const GENERATION_GIVEN_TWICE: &[Fault] = &[LoseState(0), ShimCrash(0), TrimAll, LoseRegistry];
 /// A broken rule must show within so many seeds.
 const CAUGHT_WITHIN: u64 = 1_000;
 
@@ -184,9 +186,15 @@ fn skipped_generation_fence_is_found() {
     broken_rule_is_found(Breakage::NoFence);
 }
 
+/// Where a generation is given again, only digests differ.
 #[test]
 fn missing_digest_check_is_found() {
-    broken_rule_is_found(Breakage::NoDigest);
+    let plan = |seed| Plan {
+        broken: Some(Breakage::NoDigest),
+        ..scripted(seed, None, GENERATION_GIVEN_TWICE)
+    };
+    let plans: Vec<Plan> = (0..10 * WORLDS).map(plan).collect();
+    broken_within(&plans);
 }
 
 #[test]

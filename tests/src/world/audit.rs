@@ -24,12 +24,12 @@ impl World {
         cached_tokens: usize,
     ) {
         let host = self.routers[at].host;
-        let now = self.local(host);
+        let now = self.router_now(at);
         let Some((decision, prompt)) = run.requests.get(&no).and_then(|open| open.decided()) else {
             return;
         };
         let cached = u32::try_from(cached_tokens).unwrap_or(u32::MAX);
-        let verdict = run.core.audit(decision, prompt, cached, now);
+        let verdict = run.core.core().audit(decision, prompt, cached, now);
         if let AuditVerdict::Less {
             recheck: Some(recheck),
             ..
@@ -45,14 +45,14 @@ impl World {
         let Some(recheck) = run.rechecks.remove(&no) else {
             return;
         };
-        let now = self.local(self.routers[at].host);
-        let query = run.core.hold_query(&recheck).unwrap();
+        let now = self.router_now(at);
+        let query = run.core.core().hold_query(&recheck).unwrap();
         let indexer = no as usize % self.indexers.len();
         let is_away = self.hosts[self.indexers[indexer].host].is_paused;
         let Some(answer) = self.hold_as_read(indexer, &query).filter(|_| !is_away) else {
             return;
         };
-        let verdict = run.core.recheck(&recheck, &answer, now);
+        let verdict = run.core.core().recheck(&recheck, &answer, now);
         match verdict {
             RecheckVerdict::Unproven => {}
             RecheckVerdict::Repeat(again) => {

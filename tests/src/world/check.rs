@@ -407,11 +407,8 @@ impl World {
         }
         for at in 0..self.routers.len() {
             let is_awake = !self.hosts[self.routers[at].host].is_paused;
-            if is_awake && let Some(mut run) = self.routers[at].run.take() {
-                if let Err(why) = self.check_replica(at, &mut run) {
-                    self.fail(format!("router {at} {why}"));
-                }
-                self.routers[at].run = Some(run);
+            if is_awake && let Err(why) = self.check_replica(at) {
+                self.fail(format!("router {at} {why}"));
             }
         }
         if let Some(since) = self.calm_since {

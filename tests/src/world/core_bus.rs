@@ -8,18 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::{oneshot, watch};
-use tokio::time::timeout;
+use tokio::sync::watch;
 use warmroute_plane::{
-    Broadcast, Bus, Connection, CorePlane, CorePlaneConfig, Plane, PlaneError, PlaneFuture,
-    PlaneStream, Reply, ServiceRequest,
+    Broadcast, Bus, Connection, CorePlane, CorePlaneConfig, Plane, PlaneFuture, PlaneStream,
+    ServiceRequest,
 };
 use warmroute_proto::{Record, codec};
 
 use super::World;
 use super::host::Input;
 use super::plane::{Impairment, Op};
-use super::sim_plane::{Sent, SimPlane};
+use super::sim_plane::SimPlane;
 
 /// The plane of a world.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -95,36 +94,6 @@ impl World {
             }
         }
     }
-
-    /// A request goes to one of those that serve its subject. If there is none, it fails
-    /// immediately; if it is lost, at its deadline.
-    pub(super) fn request(&mut self, from: usize, subject: String, request: ServiceRequest) {
-        let serves = |host: &usize| {
-            let node = &self.hosts[*host];
-            let running = node.running.as_ref().filter(|_| !node.is_cut);
-            running.is_some_and(|running| running.streams.server(&subject).is_some())
-        };
-        let servers: Vec<usize> = (0..self.hosts.len()).filter(serves).collect();
-        if self.hosts[from].is_cut || self.strikes(self.rates.call_lost) {
-            self.plane.lost_requests.push(request);
-            return;
-        }
-        if servers.is_empty() {
-            return;
-        }
-        let to = servers[self.rng.usize(0..servers.len())];
-        self.in_order(to, Input::Request(subject, request));
-    }
-
-    /// A request comes to its server, whose answer the requester reads when it runs next.
-    pub(super) fn accept_request(&mut self, host: usize, subject: &str, request: ServiceRequest) {
-        let running = self.hosts[host].running.as_ref();
-        match running.and_then(|running| running.streams.server(subject)) {
-            // A full queue drops it, which the requester sees.
-            Some(server) => drop(server.try_send(request)),
-            None => self.plane.lost_requests.push(request),
-        }
-    }
 }
 
 impl Bus for SimPlane {
@@ -150,17 +119,7 @@ impl Bus for SimPlane {
         payload: Bytes,
         deadline: Duration,
     ) -> PlaneFuture<'_, Option<Bytes>> {
-        let outbox = self.outbox.clone();
-        Box::pin(async move {
-            let (reply, answer) = oneshot::channel();
-            let reply = Reply::new(reply);
-            outbox.push(Sent::Request(subject, ServiceRequest { payload, reply }));
-            match timeout(deadline, answer).await {
-                Ok(Ok(answer)) => Ok(Some(answer)),
-                Ok(Err(_)) => Ok(None),
-                Err(_) => Err(PlaneError::Unavailable("no answer in time".to_owned())),
-            }
-        })
+        self.ask(subject, payload, deadline)
     }
 
     fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {

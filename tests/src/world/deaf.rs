@@ -192,6 +192,10 @@ impl World {
                 self.send_host(host, ANSWER_TIMEOUT, late);
                 None
             }
+            Input::Served(reply, _) | Input::Unserved(reply) => {
+                self.lose_reply(reply);
+                None
+            }
             other => Some(other),
         }
     }

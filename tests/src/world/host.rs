@@ -2,24 +2,22 @@
 
 use std::cmp::Ordering;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::{Broadcast, LogMessage, RegistryEvent, ServiceRequest};
+use warmroute_plane::{Broadcast, LogMessage, RegistryEvent, Reply as ReplyTo, ServiceRequest};
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
-use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
+use warmroute_proto::{EngineHealth, EngineSeq};
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::sim::EngineRequest;
-use warmroute_router::sync::AskId;
 use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
 
 use super::World;
 use super::deaf::SubscriptionState;
 use super::faults::Fault;
-use super::lease::LeaseThen;
 use super::plane::{At, Op, Reply};
 use super::process::Process;
 use super::sim_plane::{ConnectionState, InfoAnswer, Outbox};
@@ -28,20 +26,14 @@ use super::streams::Streams;
 /// Without an answer of the log an indexer credits nothing 2.5 s after it ran on, by its own clock.
 const CLOCK_UNSEEN_MAX: Duration = Duration::from_millis(2_600);
 
-/// A machine's own time: it begins anywhere and runs a little fast or slow.
+/// A machine's own time, which runs a little fast or slow.
 #[derive(Clone, Copy)]
 pub(super) struct Clock {
-    pub(super) origin: Instant,
-    pub(super) offset: Duration,
     /// Parts per million that it is too fast.
     pub(super) drift: i64,
 }
 
 impl Clock {
-    pub(super) fn read(&self, at: At) -> Instant {
-        self.origin + self.offset + scaled(at, 1_000_000 + self.drift, 1_000_000)
-    }
-
     /// What this clock measures from one moment to another.
     pub(super) fn measured(&self, from: At, to: At) -> Duration {
         scaled(to.saturating_sub(from), 1_000_000 + self.drift, 1_000_000)
@@ -81,7 +73,7 @@ pub(super) struct Host {
     pub(super) subscriptions: SubscriptionState,
     /// It started, was cut off, or stood still.
     pub(super) disturbed_at: At,
-    /// A running shim or indexer.
+    /// The product's process.
     pub(super) running: Option<Box<Running>>,
     /// It stood still up to this moment.
     pub(super) stood_until: At,
@@ -216,18 +208,8 @@ impl World {
             self.hosts[host].clock_stood += stood;
             self.hosts[host].clock_unseen = Some(self.plane.clock(self.now));
         }
-        let life = self.hosts[host].life;
         let waiting = std::mem::take(&mut self.hosts[host].waiting);
-        if let Kind::Router(_) = self.hosts[host].kind {
-            for input in waiting {
-                self.deliver(host, life, input);
-            }
-            return;
-        }
-        for input in waiting {
-            self.accept(host, input);
-        }
-        self.end_standstill(host);
+        self.end_standstill(host, waiting);
     }
 }
 
@@ -262,16 +244,15 @@ pub(super) enum Input {
     TailEnded(u64),
     /// An event of a registry watch.
     Registry(u64, RegistryEvent),
-    /// A router's broadcast.
-    Load(Bytes),
-    /// A router's question to another one, and what came of it.
-    Asked(ProcessId, AskId, Bytes),
-    Answered(RouterId, AskId, Option<Bytes>),
     /// A router's question to an indexer, and its answer.
     Query(ProcessId, u64, Rc<IndexQuery>),
     Answer(u64, usize, Rc<IndexAnswer>),
     /// A request to a service of a process.
-    Request(String, ServiceRequest),
+    Request(ProcessId, String, ServiceRequest),
+    /// Its answer.
+    Served(ReplyTo, Bytes),
+    /// No process serves the subject.
+    Unserved(ReplyTo),
     /// An engine's health, as a router saw it.
     Sight(usize, Observation),
     /// An engine's answer to a request.
@@ -300,9 +281,7 @@ pub(super) enum Http {
 pub(super) enum Timer {
     Tick,
     Health,
-    Open(u64),
-    Lease(u64),
-    Due,
+    Open,
     Arrive,
     /// For a request: query a second indexer, stop waiting, or its client leaves.
     Hedge(u64),
@@ -318,7 +297,6 @@ pub(super) enum Timer {
 #[derive(Debug)]
 pub(super) enum Then {
     Process(oneshot::Sender<Reply>),
-    Lease(LeaseThen),
     Nothing,
 }
 
@@ -343,6 +321,8 @@ pub(super) enum Event {
     Reconnected(ProcessId),
     /// Every process runs up to now.
     Beat,
+    /// A process runs up to now.
+    Run(ProcessId),
     Expire(String),
     Engine(usize),
     Connect {

@@ -99,7 +99,7 @@ impl World {
 
     /// Checks the answers of a process that ran.
     pub(super) fn indexer_ran(&mut self, at: usize) {
-        self.send_answers(at);
+        self.send_index_answers(at);
         let Some(position) = self.read_index(at, Handle::position) else {
             return;
         };
@@ -137,7 +137,7 @@ impl World {
         });
     }
 
-    fn send_answers(&mut self, at: usize) {
+    fn send_index_answers(&mut self, at: usize) {
         let host = self.indexers[at].host;
         let mut asked = std::mem::take(&mut self.indexers[at].asked);
         let mut waiting = Vec::new();

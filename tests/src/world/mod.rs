@@ -3,11 +3,11 @@
 //!
 //! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
 //! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
-//! `shells`, `streams`). Routers are the product's pure cores behind drivers (`router`, `requests`,
-//! `replica`, `lease`). Engines are the engine model with vLLM's wire format. Around them: virtual
-//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut,
-//! rolled back and recreated, a registry with leases. Why it is built so:
-//! `docs/adr/0014-simulated-shells.md`.
+//! `shells`, `streams`, `services`). So is the replication of routers; what else is a router's is
+//! the product's pure cores behind drivers (`router`, `requests`, `audit`). Engines are the engine
+//! model with vLLM's wire format. Around them: virtual time, clocks that drift, links that delay,
+//! lose, repeat and reorder, a log that is trimmed, cut, rolled back and recreated, a registry with
+//! leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
 //! the storm all faults stop, and the world must be right again within a bounded time. `check` has
@@ -33,7 +33,6 @@ mod engine;
 mod faults;
 mod host;
 mod indexer;
-mod lease;
 pub mod life;
 pub mod model;
 mod plane;
@@ -41,6 +40,7 @@ mod process;
 mod replica;
 mod requests;
 mod router;
+mod services;
 mod shells;
 mod shim;
 mod sim_plane;
@@ -50,7 +50,7 @@ mod streams;
 mod wire;
 
 use std::collections::BinaryHeap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fastrand::Rng;
 use warmroute_proto::subject::Subjects;
@@ -283,7 +283,6 @@ impl World {
     }
 
     fn build(&mut self) {
-        let origin = origin();
         for worker in 0..self.rates.workers {
             let mut engine = EngineNode::draw(worker, &self.rates, &mut self.rng);
             while !self.rates.suits(&engine.life.config) {
@@ -294,7 +293,7 @@ impl World {
         }
         // Each engine has a shim, and one in waiting that only a fault starts.
         for at in 0..2 * self.rates.workers {
-            let host = self.add_host(origin, Kind::Shim(at));
+            let host = self.add_host(Kind::Shim(at));
             let shim = Shim {
                 host,
                 worker: at / 2,
@@ -316,25 +315,25 @@ impl World {
             }
         }
         for at in 0..self.rates.indexers {
-            let host = self.add_host(origin, Kind::Indexer(at));
+            let host = self.add_host(Kind::Indexer(at));
             self.indexers.push(Indexer::new(host));
             self.start_soon(host);
         }
-        self.build_routers(origin);
+        self.build_routers();
     }
 
-    fn build_routers(&mut self, origin: Instant) {
+    fn build_routers(&mut self) {
         for at in 0..self.rates.routers {
-            let host = self.add_host(origin, Kind::Router(at));
+            let host = self.add_host(Kind::Router(at));
             self.routers.push(Router { host, run: None });
             self.start_soon(host);
         }
     }
 
-    fn add_host(&mut self, origin: Instant, kind: Kind) -> usize {
+    fn add_host(&mut self, kind: Kind) -> usize {
+        // Drawn for the worlds of earlier seeds.
+        let _origin = self.rng.u64(0..100_000);
         let clock = Clock {
-            origin,
-            offset: Duration::from_millis(self.rng.u64(0..100_000)),
             drift: self.rng.i64(-self.rates.drift..=self.rates.drift),
         };
         self.hosts.push(Host {
@@ -397,6 +396,7 @@ impl World {
             } => self.ask_plane((host, life), op, then, give_up),
             Event::Pump(host, tail) => self.pump(host, tail),
             Event::Beat => self.beat(),
+            Event::Run(process) => self.run_soon(process),
             Event::Expire(key) => {
                 if self.plane.expire(self.now, &key) {
                     self.check_expiry(&key);
@@ -441,12 +441,4 @@ impl World {
             trace.push(format!("{:>10.6} {}", now.as_secs_f64(), line()));
         }
     }
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "an origin, never compared with real time"
-)]
-fn origin() -> Instant {
-    Instant::now()
 }

@@ -5,12 +5,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
-use warmroute_plane::{
-    LogMessage, LogStatus, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
-};
+use warmroute_plane::{LogMessage, LogStatus, PutIf, RegistryEntry, RegistryEvent, Revision};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
 use super::core_bus::WorldPlane;
+use super::services::Requests;
 
 /// Since the world began.
 pub(super) type At = Duration;
@@ -203,8 +202,8 @@ pub(super) struct Plane {
     pub(super) kind: WorldPlane,
     /// When the last message from one host to another one arrives, without a log server.
     pub(super) reached: BTreeMap<(usize, usize), At>,
-    /// Requests that no process received: they have no answer, which takes until their deadline.
-    pub(super) lost_requests: Vec<ServiceRequest>,
+    /// The requests of processes to each other.
+    pub(super) requests: Requests,
     pub(super) log: Log,
     pub(super) keys: BTreeMap<String, Entry>,
     revision: u64,
@@ -227,7 +226,7 @@ impl Plane {
         Self {
             kind,
             reached: BTreeMap::new(),
-            lost_requests: Vec::new(),
+            requests: Requests::new(),
             log,
             keys: BTreeMap::new(),
             revision: 0,

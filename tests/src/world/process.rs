@@ -93,6 +93,17 @@ impl Process {
         self.runtime.block_on(yield_now());
     }
 
+    /// The answer of the process's tasks, if they give it at the present moment.
+    pub(super) fn answer<T>(&mut self, question: impl Future<Output = T>) -> Option<T> {
+        self.runtime.block_on(async {
+            tokio::select! {
+                biased;
+                answer = question => Some(answer),
+                () = idle() => None,
+            }
+        })
+    }
+
     /// Calls what reads the process's clock.
     pub(super) fn enter<R>(&self, call: impl FnOnce() -> R) -> R {
         let _context = self.runtime.enter();

@@ -1,15 +1,12 @@
-//! What routers say to each other: `replication` without tasks, around the real [`LoadReplica`],
-//! and what has to hold of it.
+//! What has to hold of what routers know of each other's load.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use warmroute_proto::load::LoadDigest;
 use warmroute_proto::{Generation, RecordNumber, RouterId};
-use warmroute_router::sync::{ASK_TIMEOUT, ReplicaEffect, StatusDetail, ViewStatus, head};
+use warmroute_router::sync::{ReplicaStatus, StatusDetail, ViewStatus, head};
 
 use super::World;
-use super::host::{Input, Timer};
 use super::plane::At;
 use super::router::RouterRun;
 
@@ -20,78 +17,33 @@ const REQUESTS_MAX: u64 = 1_000_000;
 pub(super) type Written = BTreeMap<(RouterId, Generation, Option<RecordNumber>), LoadDigest>;
 
 impl World {
-    /// Something was written to the books.
-    pub(super) fn wrote(&mut self, at: usize, run: &mut RouterRun) {
-        self.write_down(run);
-        let now = self.local(self.routers[at].host);
-        run.replica.wrote(&mut run.core, now);
-    }
-
-    /// What the replica wants done.
-    pub(super) fn talk(&mut self, at: usize, run: &mut RouterRun) {
-        let host = self.routers[at].host;
-        while let Some(effect) = run.replica.effect() {
-            match effect {
-                ReplicaEffect::Publish(bytes) => {
-                    for other in 0..self.routers.len() {
-                        let to = self.routers[other].host;
-                        self.broadcast(host, to, Input::Load(bytes.clone()));
-                    }
-                }
-                ReplicaEffect::Ask { peer, id, question } => {
-                    let timeout = self.hosts[host].clock.span(ASK_TIMEOUT);
-                    self.send_host(host, timeout, Input::Answered(peer, id, None));
-                    let from = (host, self.hosts[host].life);
-                    let is_it = |node: &super::router::Router| {
-                        node.run.as_ref().is_some_and(|run| run.id == peer)
-                    };
-                    // Its own process is being worked on, and is not asked.
-                    if let Some(other) = self.routers.iter().position(is_it) {
-                        let to = self.routers[other].host;
-                        self.send_if_up(host, to, Input::Asked(from, id, question));
-                    }
-                }
-                ReplicaEffect::TakeIncarnation => self.want_lease(host, &mut run.lease),
-                ReplicaEffect::Ready => {
-                    self.note(|| format!("router {at}: ready"));
-                    run.is_ready = true;
-                }
-            }
-        }
-        self.write_down(run);
-        if let Some(due) = run.replica.due()
-            && run.due != Some(due)
-        {
-            run.due = Some(due);
-            // Timers fire late, never early.
-            let after = due.saturating_duration_since(self.local(host));
-            self.timer(host, after + Duration::from_micros(1), Timer::Due);
-        }
-    }
-
-    /// To one host, by the plane, if it gets there.
-    pub(super) fn send_if_up(&mut self, from: usize, to: usize, input: Input) {
-        let is_lost = self.strikes(self.rates.call_lost);
-        let after = self.delay();
-        if !self.hosts[from].is_cut && !is_lost {
-            self.send_host(to, after, input);
-        }
-    }
-
-    fn write_down(&mut self, run: &RouterRun) {
-        let head = head(&run.core);
+    /// After each change of the books.
+    pub(super) fn write_down(&mut self, run: &RouterRun) {
+        let head = head(&run.core.core());
         let key = (run.id, head.incarnation, head.number);
         self.checks.routers.written.insert(key, head.digest);
     }
 
     // --- always
 
+    /// The router's own report of its views. Its tasks run for it.
+    fn replica_status(&mut self, at: usize) -> Option<ReplicaStatus> {
+        let host = self.routers[at].host;
+        self.step(host);
+        let replication = self.routers[at].run.as_ref()?.replication.clone();
+        let running = self.hosts[host].running.as_mut()?;
+        let status = running
+            .process
+            .answer(replication.status(StatusDetail::Sources));
+        self.step(host);
+        status?
+    }
+
     /// A view at a number is what its router held when it wrote that number; nothing is below zero.
-    pub(super) fn check_replica(&mut self, at: usize, run: &mut RouterRun) -> Result<(), String> {
-        let now = self.local(self.routers[at].host);
-        let snapshot = run
-            .replica
-            .snapshot(&mut run.core, StatusDetail::Sources, now);
+    pub(super) fn check_replica(&mut self, at: usize) -> Result<(), String> {
+        let Some(snapshot) = self.replica_status(at) else {
+            return Ok(());
+        };
         for view in &snapshot.replicas {
             let Some(incarnation) = view.incarnation else {
                 continue;
@@ -111,7 +63,11 @@ impl World {
                 return Err(format!("holds {shown:?} of {key:?}, which held {truth:?}"));
             }
         }
-        let counts = run.core.counts();
+        let Some(run) = &self.routers[at].run else {
+            return Ok(());
+        };
+        let core = run.core.core();
+        let counts = core.counts();
         let ignored = counts.ignored;
         if (
             ignored.opened_twice,
@@ -121,7 +77,7 @@ impl World {
         {
             return Err(format!("was told nonsense: {ignored:?}"));
         }
-        let loads = run.core.loads();
+        let loads = core.loads();
         let active: u64 = loads.iter().map(|row| u64::from(row.active_requests)).sum();
         let is_sound = |row: &warmroute_router::route::SourceLoad| {
             row.prefill_tokens < REQUESTS_MAX && row.decode_blocks < REQUESTS_MAX
@@ -132,7 +88,7 @@ impl World {
                 counts.open_slots
             ));
         }
-        let own = run.core.digest(run.id).count;
+        let own = core.digest(run.id).count;
         let open = run.requests.values().filter(|open| open.slot.is_some());
         if own != open.count() as u64 {
             return Err(format!("has {own} slots of its own, and other requests"));
@@ -144,47 +100,40 @@ impl World {
 
     /// What is not right yet with the routers.
     pub(super) fn are_routers_ill(&mut self, index_well_since: At) -> Option<String> {
-        for at in 0..self.routers.len() {
-            let Some(mut run) = self.routers[at].run.take() else {
-                return Some(format!("router {at} is down"));
-            };
-            let ill = self.is_router_ill(at, &mut run, index_well_since);
-            self.routers[at].run = Some(run);
-            if let Some(ill) = ill {
-                return Some(format!("router {at} {ill}"));
-            }
-        }
-        None
+        (0..self.routers.len()).find_map(|at| {
+            let ill = self.is_router_ill(at, index_well_since)?;
+            Some(format!("router {at} {ill}"))
+        })
     }
 
-    fn is_router_ill(&self, at: usize, run: &mut RouterRun, since: At) -> Option<String> {
-        let now = self.local(self.routers[at].host);
-        if !run.is_ready {
+    fn is_router_ill(&mut self, at: usize, since: At) -> Option<String> {
+        let status = self.replica_status(at);
+        let (Some(status), Some(run)) = (status, &self.routers[at].run) else {
+            return Some("is down".to_owned());
+        };
+        if !run.is_ready() {
             return Some("is not ready".to_owned());
         }
         if run.probed.is_none_or(|probed| probed < since) {
             return Some(format!("does not believe the index: {:?}", run.doubted));
         }
-        let left = run.core.counts().open_slots;
-        let loads = run.core.loads();
+        let left = run.core.core().counts().open_slots;
+        let loads = run.core.core().loads();
         let bears = |row: &warmroute_router::route::SourceLoad| {
             (row.active_requests, row.prefill_tokens, row.decode_blocks) != (0, 0, 0)
         };
         if left > 0 || !run.requests.is_empty() || loads.iter().any(bears) {
             return Some(format!("has {left} slots left: {loads:?}"));
         }
-        let snapshot = run
-            .replica
-            .snapshot(&mut run.core, StatusDetail::Sources, now);
-        if snapshot.is_deaf {
+        if status.is_deaf {
             return Some("is deaf".to_owned());
         }
         for (other, node) in self.routers.iter().enumerate() {
             let Some(peer) = node.run.as_ref().filter(|_| other != at) else {
                 continue;
             };
-            let head = head(&peer.core);
-            let view = snapshot.replicas.iter().find(|view| view.router == peer.id);
+            let head = head(&peer.core.core());
+            let view = status.replicas.iter().find(|view| view.router == peer.id);
             let is_level = view.is_some_and(|view| {
                 view.standing == ViewStatus::Following
                     && (view.incarnation, view.number) == (Some(head.incarnation), head.number)
@@ -197,6 +146,3 @@ impl World {
         None
     }
 }
-
-/// How often a replica wants to be ticked.
-pub(super) const TICK: Duration = warmroute_router::sync::TICK;

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use futures_util::FutureExt as _;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::SlotEnd;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
@@ -20,7 +21,10 @@ use warmroute_router::fleet::health::Observation;
 use warmroute_router::index_client::{DEADLINE, HEDGE};
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
-use warmroute_router::route::{Admitted, Decision, IndexReply, Prompt, RouteRequest, SlotEvent};
+use warmroute_router::route::{
+    Admitted, Decision, IndexReply, Prompt, RouteRequest, SlotEvent, SlotSink as _,
+};
+use warmroute_router::shared_core::{MoveSignal, MoveWatch};
 use warmroute_router::sim::EngineRequest;
 
 use super::host::{Event, Http, Input, Timer};
@@ -50,6 +54,8 @@ pub(super) struct Open {
     pub(super) slot: Option<u64>,
     engine: Option<usize>,
     decision: Option<Decision>,
+    /// While it may be moved.
+    watch: Option<MoveWatch>,
     is_prefilled: bool,
 }
 
@@ -186,6 +192,7 @@ impl World {
             slot: None,
             engine: None,
             decision: None,
+            watch: None,
             is_prefilled: false,
         };
         run.requests.insert(no, open);
@@ -212,7 +219,7 @@ impl World {
 
     fn ask_index(&mut self, at: usize, run: &mut RouterRun, no: u64) {
         let host = self.routers[at].host;
-        let now = self.local(host);
+        let now = self.router_now(at);
         let seed = self.rng.u64(..);
         let two = run.indexers.pick_two(now, &mut Rng::with_seed(seed));
         let [first, second] = two.map(|id| id.map(|id| id.parse::<usize>().unwrap()));
@@ -231,7 +238,11 @@ impl World {
         open.asked.push(indexer);
         let query = Input::Query(self.process(host), no, Rc::clone(&open.query));
         let to = self.indexers[indexer].host;
-        self.send_if_up(host, to, query);
+        let is_lost = self.strikes(self.rates.call_lost);
+        let after = self.delay();
+        if !self.hosts[host].is_cut && !is_lost {
+            self.send_host(to, after, query);
+        }
     }
 
     fn hedge(&mut self, at: usize, run: &mut RouterRun, no: u64) {
@@ -254,7 +265,7 @@ impl World {
         no: u64,
         (indexer, answer): (usize, Rc<IndexAnswer>),
     ) {
-        let now = self.local(self.routers[at].host);
+        let now = self.router_now(at);
         let Some(open) = run.requests.get_mut(&no) else {
             return;
         };
@@ -270,7 +281,7 @@ impl World {
     }
 
     fn too_late(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let now = self.local(self.routers[at].host);
+        let now = self.router_now(at);
         let Some(open) = run.requests.get_mut(&no) else {
             return;
         };
@@ -344,8 +355,6 @@ impl World {
 
     /// Decides, accounts, and sends it there.
     fn place(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let host = self.routers[at].host;
-        let now = self.local(host);
         let open = run.requests.get_mut(&no).unwrap();
         let ask = RouteRequest {
             model: "m",
@@ -354,7 +363,8 @@ impl World {
         };
         let answer = self.answer_as_read(open.answer.as_deref());
         let reply = answer.map(|answer| IndexReply::Full(answer.into_owned()));
-        let admitted = match run.core.admit(&ask, reply.as_ref(), now) {
+        let admitted = self.in_router(at, || run.core.admit(&ask, reply.as_ref()));
+        let (admitted, watch) = match admitted {
             Ok(admitted) => admitted,
             Err(refusal) => {
                 let was_tried = !open.tried.is_empty();
@@ -366,17 +376,16 @@ impl World {
                 return;
             }
         };
+        open.watch = watch;
         self.send(at, run, no, admitted);
     }
 
     /// `SharedCore::reconsider`: what was decided blindly is decided again. A request that moves
     /// has another number, since its connection is another one.
     pub(super) fn think_again(&mut self, at: usize, run: &mut RouterRun) {
-        for slot in run.core.take_crossed() {
-            let is_it = |open: &Open| open.slot == Some(slot) && !open.is_prefilled;
-            let Some((&no, open)) = run.requests.iter().find(|(_, open)| is_it(open)) else {
-                continue;
-            };
+        for no in self.crossed(at, run) {
+            let open = &run.requests[&no];
+            let slot = open.slot.unwrap();
             let host = self.routers[at].host;
             let ask = RouteRequest {
                 model: "m",
@@ -384,14 +393,14 @@ impl World {
                 exclude: &[],
             };
             let answer = self.answer_as_read(open.answer.as_deref());
-            let now = self.local(host);
             let reply = answer.map(|answer| IndexReply::Full(answer.into_owned()));
-            let moved = run.core.reconsider(slot, &ask, reply.as_ref(), now);
-            let Some(moved) = moved.unwrap() else {
+            let moved = self.in_router(at, || run.core.reconsider(slot, &ask, reply.as_ref()));
+            let Some(moved) = moved else {
                 continue;
             };
             let engine = open.engine.unwrap();
-            let open = run.requests.remove(&no).unwrap();
+            let mut open = run.requests.remove(&no).unwrap();
+            open.watch = None;
             let (from, no) = (self.process(host), Some(no));
             let after = self.delay();
             self.plan(after, Event::HangUp { engine, from, no });
@@ -401,6 +410,22 @@ impl World {
             run.requests.insert(no, open);
             self.send(at, run, no, moved);
         }
+    }
+
+    /// The requests that another router's earlier choice crosses, and that may still be moved.
+    fn crossed(&self, at: usize, run: &mut RouterRun) -> Vec<u64> {
+        let mut crossed = Vec::new();
+        for (no, open) in &mut run.requests {
+            let watch = open.watch.as_ref().filter(|_| !open.is_prefilled);
+            let signal = watch.map(|watch| self.in_router(at, || watch.signal().now_or_never()));
+            match signal {
+                None => open.watch = None,
+                Some(None) => {}
+                Some(Some(MoveSignal::Crossed)) => crossed.push(*no),
+                Some(Some(MoveSignal::Expired)) => open.watch = None,
+            }
+        }
+        crossed
     }
 
     fn send(&mut self, at: usize, run: &mut RouterRun, no: u64, admitted: Admitted) {
@@ -418,7 +443,7 @@ impl World {
         });
         self.checks.routers.decisions += 1;
         let checked = self.check_decision(at, run, no, &decision);
-        self.wrote(at, run);
+        self.write_down(run);
         if let Err(why) = checked {
             self.fail(format!("router {at}: request {no} {why}"));
         }
@@ -515,9 +540,8 @@ impl World {
     }
 
     fn account(&mut self, at: usize, run: &mut RouterRun, event: SlotEvent) {
-        let now = self.local(self.routers[at].host);
-        run.core.note(event, now).unwrap();
-        self.wrote(at, run);
+        self.in_router(at, || run.core.note(event));
+        self.write_down(run);
     }
 
     // --- always
@@ -538,7 +562,7 @@ impl World {
         if self.is_known_gone(at, run, engine) {
             return Err(format!("goes to {worker}, which is gone"));
         }
-        let now = self.local(self.routers[at].host);
+        let now = self.router_now(at);
         let parts: &[SourceAnswer] = match open.answer.as_deref() {
             Some(IndexAnswer::Runs { sources, .. }) => sources,
             Some(IndexAnswer::Behind { .. }) | None => &[],
@@ -552,7 +576,7 @@ impl World {
             believed.insert(part.source.clone(), (part, may));
         }
         for terms in &decision.weighed {
-            let source = run.core.source(terms.source).unwrap().clone();
+            let source = run.core.core().source(terms.source).unwrap().clone();
             let mut by_index = terms.overlap;
             by_index.gpu -= terms.reported_blocks;
             let has_credit = by_index != Tiers::default();
@@ -628,8 +652,10 @@ impl World {
             Some(IndexAnswer::Behind { .. }) | None => &[],
         };
         let is_well = |terms: &warmroute_router::route::Terms| {
-            let source = run.core.source(terms.source);
-            let part = parts.iter().find(|part| Some(&part.source) == source);
+            let source = run.core.core().source(terms.source).cloned();
+            let part = parts
+                .iter()
+                .find(|part| Some(&part.source) == source.as_ref());
             terms.state == SourceState::Exact
                 || part.is_some_and(|part| part.reason == Some(UnknownReason::Memory))
         };

@@ -1,10 +1,12 @@
 //! Routers: processes, what they know of the fleet, and what comes to them.
 //!
-//! `fleet`, `workers` and `replication` of the router's shell without tasks, around the real `Core`
-//! and `LoadReplica`. Which indexers there are, a router knows from the start: the registry's
+//! The product's `Replication` around a `SharedCore`, tasks and all. Around it `fleet` of the router's
+//! shell without tasks. Which indexers there are, a router knows from the start: the registry's
 //! entries of them only order who is asked first.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use warmroute_plane::{RegistryEvent, Revision};
@@ -12,19 +14,20 @@ use warmroute_proto::registry::{IndexerEntry, WorkerEntry};
 use warmroute_proto::{Generation, LogPosition, RouterId, WorkerId, codec};
 use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
 use warmroute_router::indexer_pool::IndexerPool;
+use warmroute_router::replication::{Replication, ReplicationHandle};
 use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy, Recheck};
-use warmroute_router::sync::{LoadReplica, PlaneLink};
+use warmroute_router::shared_core::SharedCore;
 
 use super::engine::EngineNode;
-use super::host::{Event, Input, ProcessId, Then, Timer};
-use super::lease::Keeper;
+use super::host::{Event, Input, ProcessId, Timer};
 use super::plane::{At, Changed};
-use super::replica::TICK;
 use super::requests::{Open, Shown};
 use super::{Breakage, World};
 
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(500);
+/// The router's clock task.
+const TICK: Duration = Duration::from_millis(250);
 pub(super) const PROBE_EVERY: Duration = Duration::from_millis(500);
 
 pub(super) struct Router {
@@ -34,18 +37,16 @@ pub(super) struct Router {
 
 pub(super) struct RouterRun {
     pub(super) id: RouterId,
-    pub(super) core: Core,
-    pub(super) replica: LoadReplica,
-    pub(super) lease: Keeper,
+    pub(super) core: Arc<SharedCore>,
+    pub(super) replication: ReplicationHandle,
+    ready: Arc<AtomicBool>,
     pub(super) fleet: BTreeMap<WorkerId, Member>,
     /// Engines whose health is being asked for.
     looking_at: BTreeSet<usize>,
     pub(super) indexers: IndexerPool,
-    /// It listens to the others and the registry.
-    pub(super) is_open: bool,
-    pub(super) is_ready: bool,
+    /// It listens to the registry.
+    is_open: bool,
     seen: BTreeMap<String, Revision>,
-    pub(super) due: Option<Instant>,
     pub(super) requests: BTreeMap<u64, Open>,
     pub(super) next_request: u64,
     pub(super) rechecks: BTreeMap<u64, Recheck>,
@@ -58,6 +59,12 @@ pub(super) struct RouterRun {
     pub(super) doubted: Option<String>,
 }
 
+impl RouterRun {
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready.load(Ordering::Relaxed)
+    }
+}
+
 /// A worker as `fleet::Member` has it.
 pub(super) struct Member {
     pub(super) entry: WorkerEntry,
@@ -67,11 +74,10 @@ pub(super) struct Member {
 impl World {
     pub(super) fn start_router(&mut self, at: usize) {
         let host = self.routers[at].host;
-        let now = self.local(host);
         let mut id = [0; 16];
         id.fill_with(|| self.rng.u8(..));
         let id = RouterId(id);
-        let core = Core::new(CoreConfig {
+        let core = SharedCore::new(Core::new(CoreConfig {
             knobs: Knobs {
                 // Its prompts are short.
                 move_margin_tokens: 0,
@@ -80,7 +86,7 @@ impl World {
             router: id,
             incarnation: Generation(0),
             seed: self.rng.u64(..),
-        });
+        }));
         let mut indexers = IndexerPool::default();
         for indexer in 0..self.indexers.len() {
             indexers.put(&IndexerEntry {
@@ -92,18 +98,24 @@ impl World {
                 position: LogPosition(0),
             });
         }
+        let ready = Arc::<AtomicBool>::default();
+        let (shared, latch, subjects) = (core.clone(), ready.clone(), self.subjects.clone());
+        let mut handle = None;
+        self.run_process(host, |plane, _outbox, stop| {
+            let (replication, own) = Replication::new(id, shared, plane, subjects);
+            handle = Some(own);
+            replication.run(move || latch.store(true, Ordering::Relaxed), stop)
+        });
         let run = RouterRun {
             id,
             core,
-            replica: LoadReplica::new(id, now),
-            lease: Keeper::new(self.subjects.router_key(id), id),
+            replication: handle.unwrap(),
+            ready,
             fleet: BTreeMap::new(),
             looking_at: BTreeSet::new(),
             indexers,
             is_open: false,
-            is_ready: false,
             seen: BTreeMap::new(),
-            due: None,
             requests: BTreeMap::new(),
             next_request: 0,
             rechecks: BTreeMap::new(),
@@ -113,10 +125,21 @@ impl World {
             doubted: None,
         };
         self.routers[at].run = Some(Box::new(run));
-        self.timer(host, Duration::ZERO, Timer::Open(0));
+        self.timer(host, Duration::ZERO, Timer::Open);
+        self.timer(host, TICK, Timer::Tick);
         self.timer(host, HEALTH_EVERY, Timer::Health);
         self.timer(host, PROBE_EVERY, Timer::Probe);
         self.plan_arrival(host);
+    }
+
+    /// Calls what reads a router's clock.
+    pub(super) fn in_router<R>(&self, at: usize, call: impl FnOnce() -> R) -> R {
+        let running = self.hosts[self.routers[at].host].running.as_ref().unwrap();
+        running.process.enter(call)
+    }
+
+    pub(super) fn router_now(&self, at: usize) -> Instant {
+        self.in_router(at, || tokio::time::Instant::now().into_std())
     }
 
     /// Its connections to the engines break, each in its time.
@@ -134,60 +157,21 @@ impl World {
         let Some(mut run) = self.routers[at].run.take() else {
             return;
         };
-        if let Some(input) = self.conversation(at, &mut run, input)
-            && let Some(input) = self.fleet_input(at, &mut run, input)
-        {
+        self.write_down(&run);
+        if let Some(input) = self.fleet_input(at, &mut run, input) {
             self.request_input(at, &mut run, input);
-        }
-        self.think_again(at, &mut run);
-        if run.is_open {
-            self.talk(at, &mut run);
         }
         self.routers[at].run = Some(run);
     }
 
-    /// The messages for the replica; the others are returned.
-    fn conversation(&mut self, at: usize, run: &mut RouterRun, input: Input) -> Option<Input> {
-        let host = self.routers[at].host;
-        let now = self.local(host);
-        let (replica, core) = (&mut run.replica, &mut run.core);
-        match input {
-            Input::Timer(Timer::Open(_)) => self.open_router(at, run),
-            Input::Timer(Timer::Tick) => {
-                self.timer(host, TICK, Timer::Tick);
-                core.tick(now);
-                replica.tick(core, now);
-            }
-            Input::Timer(Timer::Due) => {
-                run.due = None;
-                replica.send_due(core, now);
-            }
-            Input::Timer(Timer::Lease(timer)) => self.lease_due(host, &mut run.lease, timer),
-            Input::Reply(Then::Lease(then), reply) => self.lease_then(host, run, then, reply),
-            Input::Connection(is_up) => {
-                replica.link(
-                    if is_up {
-                        PlaneLink::Up
-                    } else {
-                        PlaneLink::Down
-                    },
-                    now,
-                );
-            }
-            Input::Load(_) | Input::Asked(..) if !run.is_open => {}
-            Input::Load(payload) => replica.receive(&payload, core, now),
-            Input::Asked(from, id, question) => {
-                if let Some(answer) = replica.serve(&question, core, now) {
-                    let answer = Input::Answered(run.id, id, Some(answer));
-                    self.answer_process(host, from, answer);
-                }
-            }
-            Input::Answered(peer, id, answer) => {
-                replica.answered(peer, id, answer.as_ref(), core, now);
-            }
-            other => return Some(other),
-        }
-        None
+    /// Its tasks ran.
+    pub(super) fn router_ran(&mut self, at: usize) {
+        let Some(mut run) = self.routers[at].run.take() else {
+            return;
+        };
+        self.write_down(&run);
+        self.think_again(at, &mut run);
+        self.routers[at].run = Some(run);
     }
 
     /// By the plane, if it gets there.
@@ -202,11 +186,10 @@ impl World {
     fn open_router(&mut self, at: usize, run: &mut RouterRun) {
         let host = self.routers[at].host;
         if self.hosts[host].is_cut {
-            self.timer(host, RETRY, Timer::Open(0));
+            self.timer(host, RETRY, Timer::Open);
             return;
         }
         run.is_open = true;
-        self.timer(host, TICK, Timer::Tick);
         let keys: Vec<_> = self.watched_by_routers();
         for (key, entry) in keys {
             let event = RegistryEvent::Put { key, entry };
@@ -216,9 +199,9 @@ impl World {
     }
 
     fn watched_by_routers(&self) -> Vec<(String, warmroute_plane::RegistryEntry)> {
-        let prefixes = [self.subjects.worker_keys(), self.subjects.router_keys()];
+        let prefix = self.subjects.worker_keys();
         let keys = self.plane.keys.iter();
-        keys.filter(|(key, _)| prefixes.iter().any(|prefix| key.starts_with(prefix)))
+        keys.filter(|(key, _)| key.starts_with(&prefix))
             .map(|(key, entry)| (key.clone(), entry.entry.clone()))
             .collect()
     }
@@ -227,9 +210,9 @@ impl World {
         if self.routers.is_empty() {
             return;
         }
-        let prefixes = [self.subjects.worker_keys(), self.subjects.router_keys()];
+        let prefix = self.subjects.worker_keys();
         for Changed { key, entry } in changes {
-            if !prefixes.iter().any(|prefix| key.starts_with(prefix)) {
+            if !key.starts_with(&prefix) {
                 continue;
             }
             let event = match entry.clone() {
@@ -280,6 +263,11 @@ impl World {
         let host = self.routers[at].host;
         match input {
             Input::Registry(_, event) => self.registry_says(at, run, event),
+            Input::Timer(Timer::Open) => self.open_router(at, run),
+            Input::Timer(Timer::Tick) => {
+                self.timer(host, TICK, Timer::Tick);
+                run.core.core().tick(self.router_now(at));
+            }
             Input::Timer(Timer::Health) => {
                 self.timer(host, HEALTH_EVERY, Timer::Health);
                 self.look_at_workers(at, run);
@@ -294,13 +282,10 @@ impl World {
     }
 
     fn registry_says(&mut self, at: usize, run: &mut RouterRun, event: RegistryEvent) {
-        let now = self.local(self.routers[at].host);
         match event {
             RegistryEvent::Put { key, entry } => {
                 run.seen.insert(key.clone(), entry.revision);
-                if let Some(router) = self.subjects.key_router(&key) {
-                    run.replica.learn(router, &mut run.core, now);
-                } else if let Ok(entry) = codec::decode::<WorkerEntry>(&entry.value) {
+                if let Ok(entry) = codec::decode::<WorkerEntry>(&entry.value) {
                     let known = run.fleet.get(&entry.worker);
                     if known.is_some_and(|known| known.entry == entry) {
                         return;
@@ -319,7 +304,7 @@ impl World {
                     self.look_at_workers(at, run);
                 }
             }
-            // Knowledge outlives the registration; a router's silence counts, not its lease.
+            // Knowledge outlives the registration.
             RegistryEvent::Gone { key } => {
                 run.seen.remove(&key);
                 if self.broken == Some(Breakage::LeasesActedUpon)
@@ -329,7 +314,7 @@ impl World {
                     tell_core(run);
                 }
             }
-            RegistryEvent::Current => run.replica.listed(),
+            RegistryEvent::Current => {}
         }
     }
 
@@ -379,13 +364,14 @@ fn tell_core(run: &mut RouterRun) {
         .values()
         .map(|member| member.entry.clone())
         .collect();
-    run.core.set_workers(&entries);
+    let mut core = run.core.core();
+    core.set_workers(&entries);
     for member in run.fleet.values() {
         let health = match member.health {
             WorkerHealth::Healthy { .. } => route::Health::Healthy,
             WorkerHealth::Unchecked => route::Health::Unknown,
             WorkerHealth::Unhealthy => route::Health::Unhealthy,
         };
-        run.core.set_health(&member.entry.worker, health);
+        core.set_health(&member.entry.worker, health);
     }
 }

@@ -13,7 +13,7 @@ use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, Heartbeat, Record, codec};
 
 use super::core_bus::WorldPlane;
-use super::host::{Event, Input, Kind, Running, Then};
+use super::host::{Event, Input, Kind, ProcessId, Running, Then};
 use super::plane::{Op, Reply};
 use super::process::Process;
 use super::sim_plane::{ConnectionState, Outbox, Sent, SimPlane, supervise};
@@ -23,6 +23,8 @@ use super::{Breakage, World};
 
 /// How often every process runs. An idle run costs as much as one with an input.
 pub(super) const BEAT: Duration = Duration::from_millis(50);
+/// Two frames of a router are so far apart at most: its clock shows whole milliseconds.
+const FRAMES_APART: Duration = Duration::from_millis(2);
 /// A client gives up a call to the plane after so long.
 const CALL_DEADLINE: Duration = Duration::from_secs(5);
 /// Looks at a process while it works off what waited during a standstill.
@@ -111,11 +113,14 @@ impl World {
         self.stepped(host);
     }
 
-    /// All waiting inputs arrive together. Readers look in between.
-    pub(super) fn end_standstill(&mut self, host: usize) {
+    /// All waiting inputs arrive together, and every timer is late. Readers look in between.
+    pub(super) fn end_standstill(&mut self, host: usize, waiting: Vec<Input>) {
         let age = self.local_age(host);
         if let Some(running) = &mut self.hosts[host].running {
             running.process.stand_until(age);
+        }
+        for input in waiting {
+            self.accept(host, input);
         }
         for _ in 0..LOOKS {
             if let Some(running) = &mut self.hosts[host].running {
@@ -129,10 +134,28 @@ impl World {
         self.step(host);
     }
 
+    /// A router's frames wait less than a millisecond for each other.
+    pub(super) fn run_again(&mut self, host: usize) {
+        if let Kind::Router(_) = self.hosts[host].kind {
+            let after = self.hosts[host].clock.span(FRAMES_APART);
+            let process = self.process(host);
+            self.plan(after, Event::Run(process));
+        }
+    }
+
+    pub(super) fn run_soon(&mut self, (host, life): ProcessId) {
+        if self.hosts[host].life == life {
+            self.step(host);
+        }
+    }
+
     fn stepped(&mut self, host: usize) {
         self.perform(host);
-        if let Kind::Indexer(at) = self.hosts[host].kind {
-            self.indexer_ran(at);
+        self.send_answers(host);
+        match self.hosts[host].kind {
+            Kind::Indexer(at) => self.indexer_ran(at),
+            Kind::Router(at) => self.router_ran(at),
+            Kind::Shim(_) => {}
         }
         let Some(running) = &self.hosts[host].running else {
             return;
@@ -165,7 +188,16 @@ impl World {
         match input {
             Input::Broadcast(message) => self.accept_broadcast(host, message),
             Input::Tail(tail, connection, batch) => self.accept_tail(host, tail, connection, batch),
-            Input::Request(subject, request) => self.accept_request(host, &subject, request),
+            Input::Request(from, subject, request) => {
+                self.accept_request(host, from, &subject, request);
+            }
+            Input::Served(reply, answer) => {
+                if let Some(running) = &self.hosts[host].running {
+                    running.connection.count_answer();
+                }
+                reply.send(answer);
+            }
+            Input::Unserved(reply) => drop(reply),
             Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
             Input::Reply(Then::Process(to), reply) => {
                 self.note(|| format!("host {host}: answered {}", reply.label()));
@@ -199,7 +231,7 @@ impl World {
                     running.streams.tails.retain(|tail| tail.id != id);
                 }
             }
-            Input::Registry(id, event) => self.accept_registry(host, id, event),
+            Input::Registry(id, event) if id > 0 => self.accept_registry(host, id, event),
             Input::Health(to, health) => drop(to.send(health)),
             Input::Info(to, info) => drop(to.send(info)),
             Input::Engine(event) => self.accept_engine_event(host, event),
@@ -208,7 +240,10 @@ impl World {
                     self.shims[at].disk = Some(bytes);
                 }
             }
-            other => panic!("a process is sent {other:?}"),
+            other => match self.hosts[host].kind {
+                Kind::Router(at) => self.router_input(at, other),
+                Kind::Shim(_) | Kind::Indexer(_) => panic!("a process is sent {other:?}"),
+            },
         }
     }
 

@@ -15,7 +15,8 @@ use warmroute_plane::supervision::{
 };
 use warmroute_plane::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
-    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
+    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply as ReplyTo, Revision,
+    ServiceRequest,
 };
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, LogPosition, Source};
 use warmroute_shim::engine::{
@@ -246,6 +247,26 @@ impl SimPlane {
         })
     }
 
+    /// The answer to a request; `None` if nothing serves the subject.
+    pub(super) fn ask(
+        &self,
+        subject: String,
+        payload: Bytes,
+        deadline: Duration,
+    ) -> PlaneFuture<'static, Option<Bytes>> {
+        let outbox = self.outbox.clone();
+        Box::pin(async move {
+            let (reply, answer) = oneshot::channel();
+            let reply = ReplyTo::new(reply);
+            outbox.push(Sent::Request(subject, ServiceRequest { payload, reply }));
+            match timeout(deadline, answer).await {
+                Ok(Ok(answer)) => Ok(Some(answer)),
+                Ok(Err(_)) => Ok(None),
+                Err(_) => Err(unavailable("no answer in time")),
+            }
+        })
+    }
+
     /// Opens a stream whose other end the server holds.
     fn open<T: Send + 'static>(
         &self,
@@ -378,11 +399,12 @@ impl Plane for SimPlane {
 
     fn request(
         &self,
-        _subject: String,
-        _payload: Bytes,
-        _deadline: Duration,
+        subject: String,
+        payload: Bytes,
+        deadline: Duration,
     ) -> PlaneFuture<'_, Bytes> {
-        Box::pin(async { Err(unavailable("no shell of this world sends requests")) })
+        let answer = self.ask(subject, payload, deadline);
+        Box::pin(async move { answer.await?.ok_or_else(|| unavailable("not served")) })
     }
 
     fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {

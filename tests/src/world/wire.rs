@@ -1,8 +1,8 @@
 //! Between hosts: what goes through the network, when it arrives, and whether it does.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use warmroute_plane::{Broadcast, Connection, RegistryEvent};
+use warmroute_plane::{Broadcast, Connection, RegistryEvent, ServiceRequest};
 
 use super::host::{Event, Input, Kind, Planned, ProcessId, Then, Timer};
 use super::plane::{At, Changed, Impairment, Op, Reply};
@@ -43,10 +43,6 @@ impl World {
         per_mille > 0 && self.rng.u16(0..1000) < per_mille
     }
 
-    pub(super) fn local(&self, host: usize) -> Instant {
-        self.hosts[host].clock.read(self.now)
-    }
-
     pub(super) fn timer(&mut self, host: usize, local: Duration, timer: Timer) {
         let after = self.hosts[host].clock.span(local);
         self.send_host(host, after, Input::Timer(timer));
@@ -78,10 +74,13 @@ impl World {
         if node.is_cut {
             match input {
                 Input::Broadcast(_) | Input::Tail(..) | Input::Registry(..) => return,
-                Input::Refused(_) | Input::Request(..) => return,
-                Input::Load(_) | Input::Asked(..) | Input::Query(..) | Input::Answer(..) => return,
-                // Its time-out reports it.
-                Input::Answered(_, _, Some(_)) => return,
+                Input::Refused(_) | Input::Query(..) | Input::Answer(..) => return,
+                Input::Request(_, _, ServiceRequest { reply, .. })
+                | Input::Served(reply, _)
+                | Input::Unserved(reply) => {
+                    self.lose_reply(reply);
+                    return;
+                }
                 Input::Reply(then, reply) if !matches!(reply, Reply::Unavailable) => {
                     let again = Input::Reply(then, Reply::Unavailable);
                     self.send_host(host, Duration::from_millis(500), again);
@@ -90,13 +89,13 @@ impl World {
                 _ => {}
             }
         }
-        match kind {
-            Kind::Router(at) => self.router_input(at, input),
-            Kind::Shim(_) | Kind::Indexer(_) => {
-                self.accept(host, input);
-                self.step(host);
-            }
+        if let Kind::Router(_) = kind {
+            // What it does has the time of now.
+            self.step(host);
         }
+        self.accept(host, input);
+        self.step(host);
+        self.run_again(host);
     }
 
     // --- questions to the plane
@@ -407,7 +406,7 @@ impl World {
         }
     }
 
-    pub(super) fn broadcast(&mut self, from: usize, to: usize, input: Input) {
+    fn broadcast(&mut self, from: usize, to: usize, input: Input) {
         if self.hosts[from].is_cut || self.strikes(self.rates.broadcast_lost) {
             return;
         }
@@ -498,7 +497,6 @@ pub(super) const fn connection(is_up: bool) -> Connection {
 fn again(input: &Input) -> Option<Input> {
     match input {
         Input::Broadcast(message) => Some(Input::Broadcast(message.clone())),
-        Input::Load(payload) => Some(Input::Load(payload.clone())),
         _ => None,
     }
 }
