@@ -261,6 +261,7 @@ impl IndexClient {
             return late.await;
         }
         tokio::select! {
+            biased;
             answer = &mut early => match answer {
                 Ok(answer) => Ok(answer),
                 Err(_) => late.await,

@@ -84,6 +84,7 @@ impl IndexClient {
                 }
                 sleep(POLL_MIN).await;
                 tokio::select! {
+                    biased;
                     () = self.rosters.changed.notified() => {}
                     () = sleep(POLL) => {}
                 }

@@ -248,23 +248,15 @@ impl IndexView {
             self.positions.observe(log, position, now) == Freshness::Lagging
         });
         for (place, holder) in holders.sources().enumerate() {
-            let KnownHolder { row, group, detail } = holder;
-            let generation = match (detail, row.status) {
-                (Some(detail), _) => detail.generation,
-                (None, Some(status)) => status.generation,
-                // Its generation is with the next page of the roster.
-                (None, None) => continue,
+            let (Some(generation), Some(states)) = (holder.generation(), holder.states()) else {
+                continue;
             };
-            let states = match (group, row.status) {
-                (Some(group), _) => group.states,
-                (None, Some(status)) => status.states,
-                (None, None) => continue,
-            };
+            let run = holder.run();
+            let KnownHolder { row, detail, .. } = holder;
             let shown = ShownRecord {
                 generation,
                 applied: detail.map(|detail| applied(detail.number)),
             };
-            let run = group.map(|group| group.run).unwrap_or_default();
             let mut known = TrustedSource {
                 generation,
                 position,
@@ -366,7 +358,7 @@ struct ShownRecord {
 }
 
 /// 0 before the first record of a generation, n + 1 after number n.
-fn applied(number: Option<RecordNumber>) -> u64 {
+pub(crate) fn applied(number: Option<RecordNumber>) -> u64 {
     number.map_or(0, |number| number.0.saturating_add(1))
 }
 

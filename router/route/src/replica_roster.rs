@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::query::IndexAnswer;
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
     RosterPageRequest, RosterRow, RosterStatus,
 };
-use warmroute_proto::{BlockSize, Source};
+use warmroute_proto::{BlockSize, Generation, Source, Tiers};
 
-use super::index_view::AnswerPosition;
+use super::index_view::{AnswerPosition, applied};
 
 /// The rows of one indexer's roster that were read so far.
 #[derive(Clone, Debug, Default)]
@@ -55,6 +55,19 @@ pub(crate) struct KnownHolder<'a> {
     pub(crate) row: &'a KnownRow,
     pub(crate) group: Option<&'a HolderGroup>,
     pub(crate) detail: Option<&'a HolderDetail>,
+}
+
+/// What an answer states of one source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatedSource {
+    pub source: Source,
+    pub generation: Generation,
+    /// Number of records of the generation that are applied, if the answer names it.
+    pub applied: Option<u64>,
+    pub states: Tiers<SourceState>,
+    pub reason: Option<UnknownReason>,
+    /// Blocks per tier, also those of a tier whose state gives no credit.
+    pub run: Tiers<u32>,
 }
 
 impl ReplicaRoster {
@@ -118,7 +131,8 @@ impl HolderReply {
     }
 
     /// The lowest position of the parts; `None` if they are of several logs.
-    pub(crate) fn position(&self) -> Option<AnswerPosition> {
+    #[must_use]
+    pub fn position(&self) -> Option<AnswerPosition> {
         let log = self.parts.first()?.log;
         let position = self.parts.iter().map(|part| part.position).min()?;
         let is_one = self.parts.iter().all(|part| part.log == log);
@@ -154,6 +168,65 @@ impl HolderReply {
                 detail: details.get(&number).copied(),
             })
         })
+    }
+}
+
+impl KnownHolder<'_> {
+    /// `None`: its generation is with the next page of the roster.
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        let detail = self.detail.map(|detail| detail.generation);
+        detail.or_else(|| Some(self.row.status?.generation))
+    }
+
+    pub(crate) fn states(&self) -> Option<Tiers<SourceState>> {
+        let group = self.group.map(|group| group.states);
+        group.or_else(|| Some(self.row.status?.states))
+    }
+
+    pub(crate) fn run(&self) -> Tiers<u32> {
+        self.group.map(|group| group.run).unwrap_or_default()
+    }
+
+    fn stated(&self) -> Option<StatedSource> {
+        Some(StatedSource {
+            source: self.row.source.clone(),
+            generation: self.generation()?,
+            applied: self.detail.map(|detail| applied(detail.number)),
+            states: self.states()?,
+            reason: self.row.status.and_then(|status| status.reason),
+            run: self.run(),
+        })
+    }
+}
+
+impl From<&SourceAnswer> for StatedSource {
+    fn from(answer: &SourceAnswer) -> Self {
+        Self {
+            source: answer.source.clone(),
+            generation: answer.generation,
+            applied: Some(applied(answer.number)),
+            states: answer.states,
+            reason: answer.reason,
+            run: answer.run,
+        }
+    }
+}
+
+impl IndexReply {
+    /// What it states of each source that it names, before anything is trusted.
+    #[must_use]
+    pub fn stated(&self) -> Vec<StatedSource> {
+        match self {
+            Self::Full(IndexAnswer::Runs { sources, .. }) => {
+                sources.iter().map(StatedSource::from).collect()
+            }
+            Self::Full(IndexAnswer::Behind { .. }) => Vec::new(),
+            Self::Holders(holders) => {
+                let sources = holders.sources();
+                sources.filter_map(|holder| holder.stated()).collect()
+            }
+            Self::Cuts(cuts) => cuts.iter().flat_map(|(_, reply)| reply.stated()).collect(),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use warmroute_proto::query::{HoldAnswer, HoldQuery, HoldSpan};
 use warmroute_router::route::audit::SETTLE;
-use warmroute_router::route::{AuditVerdict, RecheckVerdict};
+use warmroute_router::route::{AuditVerdict, Decision, Prompt, RecheckVerdict};
 
 use super::host::Timer;
 use super::router::RouterRun;
@@ -20,21 +20,19 @@ impl World {
         &mut self,
         at: usize,
         run: &mut RouterRun,
-        no: u64,
-        cached_tokens: usize,
+        (decision, prompt): (&Decision, &Prompt),
+        cached: u32,
     ) {
         let host = self.routers[at].host;
         let now = self.router_now(at);
-        let Some((decision, prompt)) = run.requests.get(&no).and_then(|open| open.decided()) else {
-            return;
-        };
-        let cached = u32::try_from(cached_tokens).unwrap_or(u32::MAX);
-        let verdict = run.core.core().audit(decision, prompt, cached, now);
+        let verdict = run.books().core().audit(decision, prompt, cached, now);
         if let AuditVerdict::Less {
             recheck: Some(recheck),
             ..
         } = verdict
         {
+            let no = run.next_request;
+            run.next_request += 1;
             run.rechecks.insert(no, recheck);
             self.timer(host, SETTLE + DRIFT_MAX, Timer::Recheck(no));
         }
@@ -46,13 +44,13 @@ impl World {
             return;
         };
         let now = self.router_now(at);
-        let query = run.core.core().hold_query(&recheck).unwrap();
+        let query = run.books().core().hold_query(&recheck).unwrap();
         let indexer = no as usize % self.indexers.len();
         let is_away = self.hosts[self.indexers[indexer].host].is_paused;
         let Some(answer) = self.hold_as_read(indexer, &query).filter(|_| !is_away) else {
             return;
         };
-        let verdict = run.core.core().recheck(&recheck, &answer, now);
+        let verdict = run.books().core().recheck(&recheck, &answer, now);
         match verdict {
             RecheckVerdict::Unproven => {}
             RecheckVerdict::Repeat(again) => {

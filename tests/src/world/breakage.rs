@@ -1,7 +1,6 @@
 //! Rules broken on purpose at the simulated plane: it alters what a process reads or writes, so that
 //! the rule has no effect. Without a breakage everything passes unchanged.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -11,11 +10,11 @@ use warmroute_indexer::snapshot::{Name, format};
 use warmroute_indexer::tree::Tree;
 use warmroute_plane::{Broadcast, LogMessage, LogStatus, PutIf};
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::query::IndexQuery;
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotSource};
 use warmroute_proto::view::SourceView;
 use warmroute_proto::{
-    Change, Digest, Generation, Heartbeat, LogPosition, PrefixHash, Record, Source, Tier, codec,
+    Change, Digest, Heartbeat, LogPosition, PrefixHash, Record, Source, Tier, codec,
 };
 
 use super::host::Kind;
@@ -167,23 +166,6 @@ impl World {
             message.payload = codec::encode(&heartbeat).unwrap().into();
         }
         message
-    }
-
-    /// An answer as a router's view gets to see it.
-    pub(super) fn answer_as_read<'a>(
-        &self,
-        answer: Option<&'a IndexAnswer>,
-    ) -> Option<Cow<'a, IndexAnswer>> {
-        let mut answer = Cow::Borrowed(answer?);
-        if self.broken == Some(Breakage::OvertakenBelieved)
-            && let IndexAnswer::Runs { sources, .. } = answer.to_mut()
-        {
-            for source in sources {
-                source.generation = Generation(1);
-                source.number = None;
-            }
-        }
-        Some(answer)
     }
 
     /// What the server does of a call, and answers, as the process gets to see it.

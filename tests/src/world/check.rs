@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -98,7 +99,9 @@ pub(super) struct RouterChecks {
     pub(super) answers: u64,
     /// Views of other routers' load, compared with what these wrote.
     pub(super) views: u64,
-    pub(super) written: Written,
+    pub(super) written: Arc<Mutex<Written>>,
+    /// The source of each number of a roster.
+    pub(super) names: BTreeMap<(u64, u32), Source>,
     pub(super) index_well_since: Option<At>,
 }
 

@@ -1,14 +1,12 @@
 //! What runs somewhere: its clock, its way to the plane, and what happens to it next.
 
 use std::cmp::Ordering;
-use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Broadcast, LogMessage, RegistryEvent, Reply as ReplyTo, ServiceRequest};
-use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{EngineHealth, EngineSeq};
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::sim::EngineRequest;
@@ -244,9 +242,6 @@ pub(super) enum Input {
     TailEnded(u64),
     /// An event of a registry watch.
     Registry(u64, RegistryEvent),
-    /// A router's question to an indexer, and its answer.
-    Query(ProcessId, u64, Rc<IndexQuery>),
-    Answer(u64, usize, Rc<IndexAnswer>),
     /// A request to a service of a process.
     Request(ProcessId, String, ServiceRequest),
     /// Its answer.
@@ -283,11 +278,8 @@ pub(super) enum Timer {
     Health,
     Open,
     Arrive,
-    /// For a request: query a second indexer, stop waiting, or its client leaves.
-    Hedge(u64),
-    Late(u64),
+    /// A request's client leaves.
     Leave(u64),
-    Prefilled(u64),
     /// A request whose engine had less than was credited.
     Recheck(u64),
     Probe,

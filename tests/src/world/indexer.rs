@@ -1,27 +1,13 @@
 //! Indexers: the product's service around a simulated plane, and what the world sees of it.
 
-use std::rc::Rc;
-
-use tokio::sync::oneshot;
 use warmroute_indexer::fold::RecordVerdict;
 use warmroute_indexer::{Handle, IndexerConfig, Replica, Service, SnapshotConfig};
-use warmroute_plane::{Reply as ReplyTo, ServiceRequest};
-use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::LogPosition;
 use warmroute_proto::view::{PAGE_SOURCES_MAX, SourceView, ViewPageRequest};
-use warmroute_proto::{LogPosition, codec};
 
 use super::World;
 use super::breakage::Bent;
 use super::core_bus::WorldPlane;
-use super::host::{Input, Kind, ProcessId};
-
-/// A router's query that the process has not answered.
-pub(super) struct Asked {
-    from: ProcessId,
-    no: u64,
-    query: Rc<IndexQuery>,
-    answer: oneshot::Receiver<bytes::Bytes>,
-}
 
 pub(super) struct Indexer {
     pub(super) host: usize,
@@ -29,7 +15,6 @@ pub(super) struct Indexer {
     pub(super) handle: Option<Handle>,
     /// As of the last look.
     position: LogPosition,
-    asked: Vec<Asked>,
     pub(super) bent: Bent,
 }
 
@@ -40,7 +25,6 @@ impl Indexer {
             runs: 0,
             handle: None,
             position: LogPosition(0),
-            asked: Vec::new(),
             bent: Bent::default(),
         }
     }
@@ -75,7 +59,6 @@ impl World {
         let indexer = &mut self.indexers[at];
         indexer.handle = None;
         indexer.position = LogPosition(0);
-        indexer.asked.clear();
         indexer.bent = Bent::default();
     }
 
@@ -99,7 +82,6 @@ impl World {
 
     /// Checks the answers of a process that ran.
     pub(super) fn indexer_ran(&mut self, at: usize) {
-        self.send_index_answers(at);
         let Some(position) = self.read_index(at, Handle::position) else {
             return;
         };
@@ -107,54 +89,6 @@ impl World {
             self.note(|| format!("indexer {at}: at {position}"));
             self.check_position(at);
         }
-    }
-
-    /// A router's query comes to the process.
-    pub(super) fn accept_query(
-        &mut self,
-        host: usize,
-        (from, no, query): (ProcessId, u64, Rc<IndexQuery>),
-    ) {
-        let Kind::Indexer(at) = self.hosts[host].kind else {
-            return;
-        };
-        let subject = self.subjects.query();
-        let running = self.hosts[host].running.as_ref();
-        let Some(server) = running.and_then(|running| running.streams.server(&subject)) else {
-            return;
-        };
-        let (reply, answer) = oneshot::channel();
-        let request = ServiceRequest {
-            payload: codec::encode(&*query).unwrap().into(),
-            reply: ReplyTo::new(reply),
-        };
-        drop(server.try_send(request));
-        self.indexers[at].asked.push(Asked {
-            from,
-            no,
-            query,
-            answer,
-        });
-    }
-
-    fn send_index_answers(&mut self, at: usize) {
-        let host = self.indexers[at].host;
-        let mut asked = std::mem::take(&mut self.indexers[at].asked);
-        let mut waiting = Vec::new();
-        for mut asked in asked.drain(..) {
-            match asked.answer.try_recv() {
-                Ok(bytes) => {
-                    let answer: IndexAnswer = codec::decode(&bytes).unwrap();
-                    self.check_answers(at, &asked.query, &answer);
-                    let answer = Input::Answer(asked.no, at, Rc::new(answer));
-                    self.answer_process(host, asked.from, answer);
-                }
-                Err(oneshot::error::TryRecvError::Empty) => waiting.push(asked),
-                // Dropped: its asker waits for its time-out.
-                Err(oneshot::error::TryRecvError::Closed) => {}
-            }
-        }
-        self.indexers[at].asked = waiting;
     }
 
     /// Adds what a process counted to the report; once, at its end.

@@ -3,8 +3,9 @@
 //!
 //! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
 //! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
-//! `shells`, `streams`, `services`). So is the replication of routers; what else is a router's is
-//! the product's pure cores behind drivers (`router`, `requests`, `audit`). Engines are the engine
+//! `shells`, `streams`, `services`). So are the replication and the index client of routers, with
+//! clients in their processes (`client`); what else is a router's is the product's pure cores
+//! behind drivers (`router`, `audit`). Engines are the engine
 //! model with vLLM's wire format. Around them: virtual time, clocks that drift, links that delay,
 //! lose, repeat and reorder, a log that is trimmed, cut, rolled back and recreated, a registry with
 //! leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
@@ -27,6 +28,7 @@
 mod audit;
 mod breakage;
 mod check;
+mod client;
 mod core_bus;
 mod deaf;
 mod engine;

@@ -8,7 +8,6 @@ use warmroute_router::sync::{ReplicaStatus, StatusDetail, ViewStatus, head};
 
 use super::World;
 use super::plane::At;
-use super::router::RouterRun;
 
 /// No test has so many concurrent requests: a count below zero looks like more.
 const REQUESTS_MAX: u64 = 1_000_000;
@@ -17,13 +16,6 @@ const REQUESTS_MAX: u64 = 1_000_000;
 pub(super) type Written = BTreeMap<(RouterId, Generation, Option<RecordNumber>), LoadDigest>;
 
 impl World {
-    /// After each change of the books.
-    pub(super) fn write_down(&mut self, run: &RouterRun) {
-        let head = head(&run.core.core());
-        let key = (run.id, head.incarnation, head.number);
-        self.checks.routers.written.insert(key, head.digest);
-    }
-
     // --- always
 
     /// The router's own report of its views. Its tasks run for it.
@@ -53,7 +45,14 @@ impl World {
             }
             let key = (view.router, incarnation, view.number);
             let shown = (view.digest.active_requests, view.digest.digest);
-            let truth = self.checks.routers.written.get(&key);
+            let truth = self
+                .checks
+                .routers
+                .written
+                .lock()
+                .unwrap()
+                .get(&key)
+                .copied();
             let is_true = match truth {
                 Some(truth) => (truth.count, truth.sum) == shown,
                 None => view.number.is_none() && shown.0 == 0,
@@ -66,7 +65,7 @@ impl World {
         let Some(run) = &self.routers[at].run else {
             return Ok(());
         };
-        let core = run.core.core();
+        let core = run.books().core();
         let counts = core.counts();
         let ignored = counts.ignored;
         if (
@@ -89,8 +88,7 @@ impl World {
             ));
         }
         let own = core.digest(run.id).count;
-        let open = run.requests.values().filter(|open| open.slot.is_some());
-        if own != open.count() as u64 {
+        if own != run.client.books.held() {
             return Err(format!("has {own} slots of its own, and other requests"));
         }
         Ok(())
@@ -117,12 +115,12 @@ impl World {
         if run.probed.is_none_or(|probed| probed < since) {
             return Some(format!("does not believe the index: {:?}", run.doubted));
         }
-        let left = run.core.core().counts().open_slots;
-        let loads = run.core.core().loads();
+        let left = run.books().core().counts().open_slots;
+        let loads = run.books().core().loads();
         let bears = |row: &warmroute_router::route::SourceLoad| {
             (row.active_requests, row.prefill_tokens, row.decode_blocks) != (0, 0, 0)
         };
-        if left > 0 || !run.requests.is_empty() || loads.iter().any(bears) {
+        if left > 0 || !run.clients.is_empty() || loads.iter().any(bears) {
             return Some(format!("has {left} slots left: {loads:?}"));
         }
         if status.is_deaf {
@@ -132,7 +130,7 @@ impl World {
             let Some(peer) = node.run.as_ref().filter(|_| other != at) else {
                 continue;
             };
-            let head = head(&peer.core.core());
+            let head = head(&peer.books().core());
             let view = status.replicas.iter().find(|view| view.router == peer.id);
             let is_level = view.is_some_and(|view| {
                 view.standing == ViewStatus::Following

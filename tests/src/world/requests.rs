@@ -1,5 +1,5 @@
-//! Requests on their way through a router: `index_client` and `proxy::forward` without tasks, and
-//! what has to hold of every decision.
+//! Requests of a router's clients (`client`) as the world sees them: when they come, what engines
+//! do with them, and what has to hold of every decision.
 //!
 //! A worker is *gone* when its engine does not run. A router can know it from its own look at the
 //! engine's HTTP, each second: at the latest after one such interval and three ways through the
@@ -8,87 +8,73 @@
 //! connection.
 
 use std::collections::BTreeMap;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fastrand::Rng;
-use futures_util::FutureExt as _;
+use bytes::Bytes;
+use tokio_util::sync::CancellationToken;
+use warmroute_indexer::Handle;
+use warmroute_proto::codec::Message as _;
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::load::SlotEnd;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
-use warmroute_proto::{BlockSize, Generation, PrefixHash, Seed, Source, Tier, Tiers};
-use warmroute_router::fleet::health::Observation;
-use warmroute_router::index_client::{DEADLINE, HEDGE};
+use warmroute_proto::roster::{HolderAnswer, HolderPart, HolderQuery, RosterPage, RosterRow};
+use warmroute_proto::{BlockSize, PrefixHash, Seed, Source, Tier, Tiers, codec};
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
-use warmroute_router::route::{
-    Admitted, Decision, IndexReply, Prompt, RouteRequest, SlotEvent, SlotSink as _,
-};
-use warmroute_router::shared_core::{MoveSignal, MoveWatch};
+use warmroute_router::route::{Prompt, StatedSource};
 use warmroute_router::sim::EngineRequest;
 
-use super::host::{Event, Http, Input, Timer};
+use super::World;
+use super::client::{AnswerForm, ClientNews, ClientRequest, Decided};
+use super::host::{Event, Input, Kind, Timer};
 use super::life::draw_request;
 use super::plane::At;
 use super::router::{PROBE_EVERY, RouterRun};
-use super::{Breakage, World};
 
 /// Clients come so long into the calm.
 const COME_ON: Duration = Duration::from_secs(3);
 /// The view keeps numbers of so short a time as one.
 const GRAIN: Duration = Duration::from_millis(10);
 
-/// A request in a router.
-pub(super) struct Open {
-    request: EngineRequest,
-    prompt: Prompt,
-    query: Rc<IndexQuery>,
-    is_probe: bool,
-    is_streaming: bool,
-    /// The indexers that were asked and have not answered.
-    asked: Vec<usize>,
-    is_hedged: bool,
-    second: Option<usize>,
-    answer: Option<Rc<IndexAnswer>>,
-    tried: Vec<Source>,
-    pub(super) slot: Option<u64>,
-    engine: Option<usize>,
-    decision: Option<Decision>,
-    /// While it may be moved.
-    watch: Option<MoveWatch>,
-    is_prefilled: bool,
-}
-
-impl Open {
-    pub(super) fn decided(&self) -> Option<(&Decision, &Prompt)> {
-        Some((self.decision.as_ref()?, &self.prompt))
-    }
-}
-
-/// What answers showed of a source.
-#[derive(Default)]
-pub(super) struct Shown {
-    generation: Option<Generation>,
+/// What answers showed of a source, or of the log.
+pub(super) struct Shown<G> {
+    generation: Option<G>,
     /// Records applied, and when first seen; ascending.
     seen: Vec<(u64, Instant)>,
     highest_at: Option<Instant>,
 }
 
-impl Shown {
+impl<G> Default for Shown<G> {
+    fn default() -> Self {
+        Self {
+            generation: None,
+            seen: Vec::new(),
+            highest_at: None,
+        }
+    }
+}
+
+impl<G: Copy + Ord> Shown<G> {
     /// May this one be believed?
-    fn take(&mut self, part: &SourceAnswer, now: Instant) -> bool {
-        let applied = part.number.map_or(0, |number| number.0 + 1);
+    fn take(&mut self, generation: G, applied: Option<u64>, now: Instant) -> bool {
         let highest = self.seen.last().map(|(number, _)| *number);
         let forgotten = self.highest_at.is_none_or(|at| now - at >= ANSWER_MEMORY);
-        let is_older = (Some(part.generation), Some(applied)) < (self.generation, highest);
-        if self.generation < Some(part.generation) || is_older && forgotten {
+        let is_older = match applied {
+            Some(_) => (Some(generation), applied) < (self.generation, highest),
+            None => Some(generation) < self.generation,
+        };
+        if self.generation < Some(generation) || is_older && forgotten {
             *self = Self {
-                generation: Some(part.generation),
+                generation: Some(generation),
                 ..Self::default()
             };
-        } else if Some(part.generation) < self.generation {
+        } else if Some(generation) < self.generation {
             return false;
         }
+        let Some(applied) = applied else {
+            self.highest_at = Some(now);
+            return true;
+        };
         if self.seen.last().is_none_or(|(last, _)| *last < applied) {
             self.seen.push((applied, now));
         }
@@ -103,6 +89,14 @@ impl Shown {
 
 /// Arrivals that happen together are whole multiples of this apart.
 const TOGETHER_MS: u64 = 100;
+/// What a request is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Answer,
+    /// Only the decision counts.
+    Probe,
+}
+
 /// Attempts to draw a prompt that fits.
 const PROBE_DRAWS: u32 = 1_000;
 
@@ -126,37 +120,33 @@ impl World {
                     .is_none_or(|since| self.now < since + COME_ON)
                 {
                     self.plan_arrival(host);
-                    self.arrive(at, run, false);
+                    self.arrive(at, run, Purpose::Answer);
                 }
             }
             Input::Timer(Timer::Probe) => {
                 self.timer(host, PROBE_EVERY, Timer::Probe);
                 let since = self.checks.routers.index_well_since;
                 if since.is_some_and(|since| run.probed.is_none_or(|probed| probed < since)) {
-                    self.arrive(at, run, true);
+                    self.arrive(at, run, Purpose::Probe);
                 }
             }
-            Input::Timer(Timer::Hedge(no)) => self.hedge(at, run, no),
-            Input::Timer(Timer::Late(no)) => self.too_late(at, run, no),
-            Input::Timer(Timer::Leave(no)) => self.client_leaves(at, run, no),
-            Input::Timer(Timer::Prefilled(no)) => {
-                if let Some(open) = run.requests.get_mut(&no)
-                    && let Some(counter) = open.slot
-                    && !std::mem::replace(&mut open.is_prefilled, true)
-                {
-                    self.account(at, run, SlotEvent::PrefillPredicted { counter });
+            Input::Timer(Timer::Leave(no)) => {
+                if let Some(leaves) = run.leaves.remove(&no) {
+                    leaves.cancel();
                 }
             }
             Input::Timer(Timer::Recheck(no)) => self.recheck(at, run, no),
-            Input::Answer(no, indexer, answer) => {
-                self.index_answers(at, run, no, (indexer, answer))
+            Input::Http(no, what) => {
+                if let Some(call) = run.calls.get(&no) {
+                    // A full queue loses it.
+                    let _lost = call.try_send(what);
+                }
             }
-            Input::Http(no, what) => self.engine_says(at, run, no, what),
             other => panic!("a router receives {other:?}"),
         }
     }
 
-    fn arrive(&mut self, at: usize, run: &mut RouterRun, is_probe: bool) {
+    fn arrive(&mut self, at: usize, run: &mut RouterRun, purpose: Purpose) {
         let sizes = run
             .fleet
             .values()
@@ -166,42 +156,34 @@ impl World {
         };
         // Where one engine's blocks are large and another one's cache is small, most prompts fit
         // nowhere.
-        let draws = if is_probe { PROBE_DRAWS } else { 1 };
+        let draws = match purpose {
+            Purpose::Probe => PROBE_DRAWS,
+            Purpose::Answer => 1,
+        };
         let Some(request) = (0..draws).find_map(|_| self.some_request(size)) else {
             return;
         };
         let (lora, salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
         let prompt = Prompt::new(&request.prompt, size, Seed::new(lora, salt));
-        let query = Rc::new(IndexQuery {
-            blocks: prompt.hit_blocks().to_vec(),
-            at_least: None,
+        let request = Arc::new(ClientRequest {
+            request,
+            prompt: Arc::new(prompt),
+            is_streaming: self.rng.u8(0..4) > 0,
+            is_probe: purpose == Purpose::Probe,
         });
         let no = run.next_request;
         run.next_request += 1;
-        let open = Open {
-            request,
-            prompt,
-            query,
-            is_probe,
-            is_streaming: self.rng.u8(0..4) > 0,
-            asked: Vec::new(),
-            is_hedged: false,
-            second: None,
-            answer: None,
-            tried: Vec::new(),
-            slot: None,
-            engine: None,
-            decision: None,
-            watch: None,
-            is_prefilled: false,
-        };
-        run.requests.insert(no, open);
-        let host = self.routers[at].host;
-        if !is_probe && self.rng.u8(0..6) == 0 {
+        let leaves = CancellationToken::new();
+        if purpose == Purpose::Answer && self.rng.u8(0..6) == 0 {
             let after = self.millis(0..3_000);
-            self.timer(host, after, Timer::Leave(no));
+            self.timer(self.routers[at].host, after, Timer::Leave(no));
+            run.leaves.insert(no, leaves.clone());
         }
-        self.ask_index(at, run, no);
+        let serve = Arc::clone(&run.client).serve(request);
+        let client = async move {
+            leaves.run_until_cancelled(serve).await;
+        };
+        self.in_router(at, || run.clients.spawn(client));
     }
 
     fn some_request(&mut self, size: BlockSize) -> Option<EngineRequest> {
@@ -215,87 +197,104 @@ impl World {
         Some(request)
     }
 
-    // --- `index_client`
+    // --- what indexers answer
 
-    fn ask_index(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let host = self.routers[at].host;
-        let now = self.router_now(at);
-        let seed = self.rng.u64(..);
-        let two = run.indexers.pick_two(now, &mut Rng::with_seed(seed));
-        let [first, second] = two.map(|id| id.map(|id| id.parse::<usize>().unwrap()));
-        let open = run.requests.get_mut(&no).unwrap();
-        open.second = second;
-        self.timer(host, HEDGE, Timer::Hedge(no));
-        self.timer(host, DEADLINE, Timer::Late(no));
-        if let Some(first) = first {
-            self.ask_one(at, run, no, first);
-        }
-    }
-
-    fn ask_one(&mut self, at: usize, run: &mut RouterRun, no: u64, indexer: usize) {
-        let host = self.routers[at].host;
-        let open = run.requests.get_mut(&no).unwrap();
-        open.asked.push(indexer);
-        let query = Input::Query(self.process(host), no, Rc::clone(&open.query));
-        let to = self.indexers[indexer].host;
-        let is_lost = self.strikes(self.rates.call_lost);
-        let after = self.delay();
-        if !self.hosts[host].is_cut && !is_lost {
-            self.send_host(to, after, query);
-        }
-    }
-
-    fn hedge(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let Some(open) = run.requests.get_mut(&no) else {
+    /// What an indexer's process answers to a router.
+    pub(super) fn check_served(&mut self, host: usize, question: &Bytes, answer: &Bytes) {
+        let Kind::Indexer(at) = self.hosts[host].kind else {
             return;
         };
-        let is_waiting = open.slot.is_none() && !open.asked.is_empty();
-        if is_waiting
-            && !std::mem::replace(&mut open.is_hedged, true)
-            && let Some(second) = open.second
-        {
-            self.ask_one(at, run, no, second);
+        match codec::kind(question) {
+            Some(IndexQuery::KIND) => {
+                if let (Ok(query), Ok(answer)) = (codec::decode(question), codec::decode(answer)) {
+                    self.check_answers(at, &query, &answer);
+                }
+            }
+            Some(HolderQuery::KIND) => {
+                let (query, answer) = (codec::decode(question), codec::decode(answer));
+                if let (Ok(query), Ok(HolderAnswer::Holders(part))) = (query, answer) {
+                    self.check_holders(at, &query, &part);
+                }
+            }
+            _ => {
+                if let Ok(page) = codec::decode::<RosterPage>(answer) {
+                    self.learn_names(page.roster.0, &page.rows);
+                }
+            }
         }
     }
 
-    fn index_answers(
-        &mut self,
-        at: usize,
-        run: &mut RouterRun,
-        no: u64,
-        (indexer, answer): (usize, Rc<IndexAnswer>),
-    ) {
-        let now = self.router_now(at);
-        let Some(open) = run.requests.get_mut(&no) else {
-            return;
-        };
-        if !open.asked.contains(&indexer) {
-            return;
+    /// A number of a roster stands for one source only.
+    fn learn_names(&mut self, roster: u64, rows: &[RosterRow]) {
+        for RosterRow { number, source, .. } in rows {
+            let names = &mut self.checks.routers.names;
+            let known = names
+                .entry((roster, number.0))
+                .or_insert_with(|| source.clone());
+            if known != source {
+                let known = known.clone();
+                self.fail(format!(
+                    "roster {roster}: {number:?} is {known} and {source}"
+                ));
+            }
         }
-        run.indexers.answered(&indexer.to_string());
-        for late in open.asked.drain(..).filter(|asked| *asked != indexer) {
-            run.indexers.late(&late.to_string(), now);
-        }
-        open.answer = Some(answer);
-        self.place(at, run, no);
     }
 
-    fn too_late(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let now = self.router_now(at);
-        let Some(open) = run.requests.get_mut(&no) else {
-            return;
-        };
-        if open.asked.is_empty() {
+    fn check_holders(&mut self, at: usize, query: &HolderQuery, part: &HolderPart) {
+        self.learn_names(part.roster.0, &part.changes);
+        if self.is_clock_unseen(self.indexers[at].host) {
             return;
         }
-        for late in open.asked.drain(..) {
-            run.indexers.late(&late.to_string(), now);
+        let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
+        let mut answers = Vec::new();
+        for group in &part.groups {
+            for number in group.members.iter() {
+                let name = self.checks.routers.names.get(&(part.roster.0, number.0));
+                let detail = part.details.iter().find(|detail| detail.source == number);
+                let (Some(source), Some(detail)) = (name, detail) else {
+                    continue;
+                };
+                answers.push(SourceAnswer {
+                    source: source.clone(),
+                    generation: detail.generation,
+                    number: detail.number,
+                    engine_seq: detail.engine_seq,
+                    states: group.states,
+                    reason: None,
+                    proof_age_ms: 0,
+                    run: group.run,
+                });
+            }
         }
-        self.place(at, run, no);
+        // A source that is not named holds nothing. What it has applied is not in the answer.
+        let position = self.read_index(at, Handle::position);
+        if part.next.is_none() && position == Some(part.position) {
+            for standing in self.standings(at) {
+                let is_named = answers.iter().any(|named| named.source == standing.source);
+                if let Some(generation) = standing.generation.filter(|_| !is_named) {
+                    answers.push(SourceAnswer {
+                        source: standing.source,
+                        generation,
+                        number: standing.number,
+                        engine_seq: standing.engine_seq,
+                        states: standing.states,
+                        reason: None,
+                        proof_age_ms: 0,
+                        run: Tiers::default(),
+                    });
+                }
+            }
+        }
+        let age_max = self.age_max();
+        for answer in &answers {
+            if let Err(why) = self.check_answer(answer, &chain, age_max) {
+                self.fail(format!("indexer {at} answers of {}: {why}", answer.source));
+            }
+        }
     }
 
     /// Checks an indexer's answer as of the moment at which it is sent.
-    pub(super) fn check_answers(&mut self, at: usize, query: &IndexQuery, answer: &IndexAnswer) {
+    fn check_answers(&mut self, at: usize, query: &IndexQuery, answer: &IndexAnswer) {
         let IndexAnswer::Runs { sources, .. } = answer else {
             return;
         };
@@ -351,197 +350,71 @@ impl World {
         Err(format!("{part:?}, but held are {runs:?}"))
     }
 
-    // --- `proxy::forward`
+    // --- what clients report
 
-    /// Decides, accounts, and sends it there.
-    fn place(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let open = run.requests.get_mut(&no).unwrap();
-        let ask = RouteRequest {
-            model: "m",
-            prompt: &open.prompt,
-            exclude: &open.tried,
+    pub(super) fn client_reports(&mut self, host: usize, news: ClientNews) {
+        let Kind::Router(at) = self.hosts[host].kind else {
+            return;
         };
-        let answer = self.answer_as_read(open.answer.as_deref());
-        let reply = answer.map(|answer| IndexReply::Full(answer.into_owned()));
-        let admitted = self.in_router(at, || run.core.admit(&ask, reply.as_ref()));
-        let (admitted, watch) = match admitted {
-            Ok(admitted) => admitted,
-            Err(refusal) => {
-                let was_tried = !open.tried.is_empty();
+        let Some(mut run) = self.routers[at].run.take() else {
+            return;
+        };
+        let from = self.process(host);
+        match news {
+            ClientNews::Decided(decided) => self.decided(at, &mut run, &decided),
+            ClientNews::Refused(refusal, tried) => {
                 self.checks.routers.refused += 1;
-                run.requests.remove(&no);
-                if !was_tried && let Some(engine) = self.known_well(at, run) {
+                if tried == 0
+                    && let Some(engine) = self.known_well(at, &run)
+                {
                     self.fail(format!("router {at}: {refusal}, but engine {engine} runs"));
                 }
-                return;
             }
-        };
-        open.watch = watch;
-        self.send(at, run, no, admitted);
-    }
-
-    /// `SharedCore::reconsider`: what was decided blindly is decided again. A request that moves
-    /// has another number, since its connection is another one.
-    pub(super) fn think_again(&mut self, at: usize, run: &mut RouterRun) {
-        for no in self.crossed(at, run) {
-            let open = &run.requests[&no];
-            let slot = open.slot.unwrap();
-            let host = self.routers[at].host;
-            let ask = RouteRequest {
-                model: "m",
-                prompt: &open.prompt,
-                exclude: &[],
-            };
-            let answer = self.answer_as_read(open.answer.as_deref());
-            let reply = answer.map(|answer| IndexReply::Full(answer.into_owned()));
-            let moved = self.in_router(at, || run.core.reconsider(slot, &ask, reply.as_ref()));
-            let Some(moved) = moved else {
-                continue;
-            };
-            let engine = open.engine.unwrap();
-            let mut open = run.requests.remove(&no).unwrap();
-            open.watch = None;
-            let (from, no) = (self.process(host), Some(no));
-            let after = self.delay();
-            self.plan(after, Event::HangUp { engine, from, no });
-            self.checks.routers.moves += 1;
-            let no = run.next_request;
-            run.next_request += 1;
-            run.requests.insert(no, open);
-            self.send(at, run, no, moved);
-        }
-    }
-
-    /// The requests that another router's earlier choice crosses, and that may still be moved.
-    fn crossed(&self, at: usize, run: &mut RouterRun) -> Vec<u64> {
-        let mut crossed = Vec::new();
-        for (no, open) in &mut run.requests {
-            let watch = open.watch.as_ref().filter(|_| !open.is_prefilled);
-            let signal = watch.map(|watch| self.in_router(at, || watch.signal().now_or_never()));
-            match signal {
-                None => open.watch = None,
-                Some(None) => {}
-                Some(Some(MoveSignal::Crossed)) => crossed.push(*no),
-                Some(Some(MoveSignal::Expired)) => open.watch = None,
+            ClientNews::Submit(no, source, request, to) => {
+                run.calls.insert(no, to);
+                let after = self.delay();
+                let event = Event::Submit {
+                    engine: self.worker(&source).unwrap(),
+                    from,
+                    no,
+                    request: Box::new(request),
+                };
+                self.plan(after, event);
             }
+            ClientNews::HangUp(no, source) => {
+                run.calls.remove(&no);
+                let engine = self.worker(&source).unwrap();
+                let no = Some(no);
+                let after = self.delay();
+                self.plan(after, Event::HangUp { engine, from, no });
+            }
+            ClientNews::Seen(source, seen) => {
+                let engine = self.worker(&source).unwrap();
+                self.see(&mut run, engine, seen);
+            }
+            ClientNews::Usage(decision, prompt, cached) => {
+                self.usage_reported(at, &mut run, (&decision, &prompt), cached);
+            }
+            ClientNews::RunAfter(after) => self.run_after(host, after),
         }
-        crossed
+        self.routers[at].run = Some(run);
     }
 
-    fn send(&mut self, at: usize, run: &mut RouterRun, no: u64, admitted: Admitted) {
-        let host = self.routers[at].host;
-        let open = run.requests.get_mut(&no).unwrap();
-        let decision = admitted.decision;
-        open.slot = Some(admitted.slot);
-        open.is_prefilled = false;
-        let is_probe = open.is_probe;
+    fn decided(&mut self, at: usize, run: &mut RouterRun, decided: &Decided) {
+        let Decided { no, decision, .. } = decided;
         let engine = self.worker(&decision.source).unwrap();
-        open.engine = Some(engine);
         self.note(|| {
             let (rung, blocks) = (decision.basis().label(), decision.overlap_blocks);
             format!("router {at}: request {no} to engine {engine} by {rung}, {blocks} blocks")
         });
         self.checks.routers.decisions += 1;
-        let checked = self.check_decision(at, run, no, &decision);
-        self.write_down(run);
-        if let Err(why) = checked {
+        self.checks.routers.moves += u64::from(decided.moved_from.is_some());
+        if let Err(why) = self.check_decision(at, run, decided) {
             self.fail(format!("router {at}: request {no} {why}"));
         }
-        if is_probe {
-            self.judge_probe(run, no, &decision);
-            self.end(at, run, no, SlotEnd::Aborted);
-            return;
+        if decided.request.is_probe {
+            self.judge_probe(run, decided);
         }
-        let from = self.process(host);
-        let open = run.requests.get_mut(&no).unwrap();
-        if !open.is_streaming {
-            self.timer(host, decision.predicted_ttft, Timer::Prefilled(no));
-        }
-        let request = Box::new(open.request.clone());
-        open.decision = Some(decision);
-        let after = self.delay();
-        let event = Event::Submit {
-            engine,
-            from,
-            no,
-            request,
-        };
-        self.plan(after, event);
-    }
-
-    fn engine_says(&mut self, at: usize, run: &mut RouterRun, no: u64, what: Http) {
-        let Some(open) = run.requests.get_mut(&no) else {
-            return;
-        };
-        let (Some(counter), Some(engine)) = (open.slot, open.engine) else {
-            return;
-        };
-        match what {
-            Http::Refused | Http::Broken => {
-                let sight = match what {
-                    Http::Refused => Observation::ConnectRefused,
-                    _ => Observation::ProbeFailed,
-                };
-                let has_begun = open.is_prefilled && open.is_streaming;
-                let end = SlotEnd::Failed;
-                if has_begun || open.tried.len() >= 2 {
-                    self.see(run, engine, sight);
-                    self.end(at, run, no, end);
-                    return;
-                }
-                open.tried.push(self.engines[engine].source.clone());
-                open.slot = None;
-                self.see(run, engine, sight);
-                self.account(at, run, SlotEvent::End { counter, end });
-                self.place(at, run, no);
-            }
-            Http::Rejected => self.end(at, run, no, SlotEnd::Failed),
-            Http::FirstToken => {
-                if open.is_streaming && !std::mem::replace(&mut open.is_prefilled, true) {
-                    self.account(at, run, SlotEvent::FirstToken { counter });
-                }
-            }
-            Http::Block => {
-                if open.is_streaming {
-                    self.account(at, run, SlotEvent::Grow { counter, blocks: 1 });
-                }
-            }
-            Http::Done(cached_tokens) => {
-                if let Some(cached_tokens) = cached_tokens {
-                    self.usage_reported(at, run, no, cached_tokens);
-                }
-                self.end(at, run, no, SlotEnd::Completed);
-            }
-        }
-    }
-
-    fn client_leaves(&mut self, at: usize, run: &mut RouterRun, no: u64) {
-        let Some(open) = run.requests.get(&no) else {
-            return;
-        };
-        if let Some(engine) = open.engine {
-            let from = self.process(self.routers[at].host);
-            let after = self.delay();
-            let no = Some(no);
-            self.plan(after, Event::HangUp { engine, from, no });
-        }
-        if self.broken == Some(Breakage::SlotLeaked) {
-            run.requests.remove(&no);
-            return;
-        }
-        self.end(at, run, no, SlotEnd::Aborted);
-    }
-
-    fn end(&mut self, at: usize, run: &mut RouterRun, no: u64, end: SlotEnd) {
-        let open = run.requests.remove(&no);
-        if let Some(counter) = open.and_then(|open| open.slot) {
-            self.account(at, run, SlotEvent::End { counter, end });
-        }
-    }
-
-    fn account(&mut self, at: usize, run: &mut RouterRun, event: SlotEvent) {
-        self.in_router(at, || run.core.note(event));
-        self.write_down(run);
     }
 
     // --- always
@@ -550,11 +423,12 @@ impl World {
         &self,
         at: usize,
         run: &mut RouterRun,
-        no: u64,
-        decision: &Decision,
+        decided: &Decided,
     ) -> Result<(), String> {
-        let open = &run.requests[&no];
-        let (worker, tried) = (&decision.source, &open.tried);
+        let Decided {
+            decision, tried, ..
+        } = decided;
+        let worker = &decision.source;
         if tried.contains(worker) {
             return Err(format!("goes to {worker} again"));
         }
@@ -562,21 +436,10 @@ impl World {
         if self.is_known_gone(at, run, engine) {
             return Err(format!("goes to {worker}, which is gone"));
         }
-        let now = self.router_now(at);
-        let parts: &[SourceAnswer] = match open.answer.as_deref() {
-            Some(IndexAnswer::Runs { sources, .. }) => sources,
-            Some(IndexAnswer::Behind { .. }) | None => &[],
-        };
-        let mut believed = BTreeMap::new();
-        for part in parts {
-            let Some(engine) = self.worker(&part.source) else {
-                continue;
-            };
-            let may = run.shown.entry(engine).or_default().take(part, now);
-            believed.insert(part.source.clone(), (part, may));
-        }
+        let believed = self.believed(at, run, decided);
+        let prompt = &decided.request.prompt;
         for terms in &decision.weighed {
-            let source = run.core.core().source(terms.source).unwrap().clone();
+            let source = run.books().core().source(terms.source).unwrap().clone();
             let mut by_index = terms.overlap;
             by_index.gpu -= terms.reported_blocks;
             let has_credit = by_index != Tiers::default();
@@ -595,16 +458,9 @@ impl World {
                 cpu: credited(part.states.cpu, part.run.cpu),
                 disk: credited(part.states.disk, part.run.disk),
             };
-            let of_its_size = self.engines[self.worker(&source).unwrap()]
-                .life
-                .config
-                .block_size
-                == open.prompt.block_size();
-            let credit_max = if of_its_size {
-                open.prompt.credit_max()
-            } else {
-                0
-            };
+            let engine = &self.engines[self.worker(&source).unwrap()];
+            let of_its_size = engine.life.config.block_size == prompt.block_size();
+            let credit_max = if of_its_size { prompt.credit_max() } else { 0 };
             let right = capped(said, credit_max);
             let is_right = by_index == right || !has_credit && terms.state >= SourceState::Stale;
             if !is_right || terms.state < part.states.gpu {
@@ -612,6 +468,35 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// What the answer states of each source, and whether it may be believed.
+    fn believed<'d>(
+        &self,
+        at: usize,
+        run: &mut RouterRun,
+        decided: &'d Decided,
+    ) -> BTreeMap<Source, (&'d StatedSource, bool)> {
+        let now = self.router_now(at);
+        let stated = &decided.stated;
+        let position_may = match stated.position {
+            None => stated.form == AnswerForm::Names,
+            Some(of) => {
+                let log = (of.log.created_unix_ns, of.log.nonce);
+                let may = run.shown_log.take(log, Some(of.position.0), now);
+                // Only a number of records shows that an answer with names is overtaken.
+                may || stated.form == AnswerForm::Names
+            }
+        };
+        let mut believed = BTreeMap::new();
+        for part in &stated.sources {
+            if let Some(engine) = self.worker(&part.source) {
+                let shown = run.shown.entry(engine).or_default();
+                let may = shown.take(part.generation, part.applied, now);
+                believed.insert(part.source.clone(), (part, may && position_may));
+            }
+        }
+        believed
     }
 
     /// Whether this router must know that the engine is gone.
@@ -645,14 +530,13 @@ impl World {
     }
 
     /// A decision in the calm rests on what the index knows of every worker.
-    fn judge_probe(&self, run: &mut RouterRun, no: u64, decision: &Decision) {
-        let open = &run.requests[&no];
-        let parts: &[SourceAnswer] = match open.answer.as_deref() {
-            Some(IndexAnswer::Runs { sources, .. }) => sources,
-            Some(IndexAnswer::Behind { .. }) | None => &[],
-        };
+    fn judge_probe(&self, run: &mut RouterRun, decided: &Decided) {
+        let Decided {
+            decision, stated, ..
+        } = decided;
+        let parts = &stated.sources;
         let is_well = |terms: &warmroute_router::route::Terms| {
-            let source = run.core.core().source(terms.source).cloned();
+            let source = run.books().core().source(terms.source).cloned();
             let part = parts
                 .iter()
                 .find(|part| Some(&part.source) == source.as_ref());

@@ -1,27 +1,32 @@
 //! Routers: processes, what they know of the fleet, and what comes to them.
 //!
-//! The product's `Replication` around a `SharedCore`, tasks and all. Around it `fleet` of the router's
-//! shell without tasks. Which indexers there are, a router knows from the start: the registry's
-//! entries of them only order who is asked first.
+//! The product's `Replication` and `IndexClient` around a `SharedCore`, tasks and all, and clients
+//! (`client`). Beside them `fleet` of the router's shell without tasks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use prometheus::IntCounter;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use warmroute_plane::{RegistryEvent, Revision};
-use warmroute_proto::registry::{IndexerEntry, WorkerEntry};
-use warmroute_proto::{Generation, LogPosition, RouterId, WorkerId, codec};
+use warmroute_process::tasks::Tasks;
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{Generation, RouterId, WorkerId, codec};
 use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
-use warmroute_router::indexer_pool::IndexerPool;
+use warmroute_router::index_client::IndexClient;
 use warmroute_router::replication::{Replication, ReplicationHandle};
 use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy, Recheck};
 use warmroute_router::shared_core::SharedCore;
 
+use super::client::{Books, ClientContext};
 use super::engine::EngineNode;
-use super::host::{Event, Input, ProcessId, Timer};
+use super::host::{Event, Http, Input, ProcessId, Timer};
 use super::plane::{At, Changed};
-use super::requests::{Open, Shown};
+use super::requests::Shown;
 use super::{Breakage, World};
 
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
@@ -37,23 +42,28 @@ pub(super) struct Router {
 
 pub(super) struct RouterRun {
     pub(super) id: RouterId,
-    pub(super) core: Arc<SharedCore>,
     pub(super) replication: ReplicationHandle,
+    pub(super) client: Arc<ClientContext>,
+    /// The clients' tasks.
+    pub(super) clients: TaskTracker,
     ready: Arc<AtomicBool>,
     pub(super) fleet: BTreeMap<WorkerId, Member>,
     /// Engines whose health is being asked for.
     looking_at: BTreeSet<usize>,
-    pub(super) indexers: IndexerPool,
     /// It listens to the registry.
     is_open: bool,
     seen: BTreeMap<String, Revision>,
-    pub(super) requests: BTreeMap<u64, Open>,
     pub(super) next_request: u64,
+    /// Clients that leave before their answer is complete, by request.
+    pub(super) leaves: BTreeMap<u64, CancellationToken>,
+    /// Where the engines' answers go, by what was sent.
+    pub(super) calls: BTreeMap<u64, mpsc::Sender<Http>>,
     pub(super) rechecks: BTreeMap<u64, Recheck>,
     /// When each engine's worker was first seen.
     pub(super) met: BTreeMap<usize, At>,
-    /// What answers showed of each source, for the checks.
-    pub(super) shown: BTreeMap<usize, Shown>,
+    /// What answers showed of each source and of the log, for the checks.
+    pub(super) shown: BTreeMap<usize, Shown<Generation>>,
+    pub(super) shown_log: Shown<(u64, u64)>,
     /// When a decision in the calm last rested on all that the index knows.
     pub(super) probed: Option<At>,
     pub(super) doubted: Option<String>,
@@ -62,6 +72,10 @@ pub(super) struct RouterRun {
 impl RouterRun {
     pub(super) fn is_ready(&self) -> bool {
         self.ready.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn books(&self) -> &SharedCore {
+        &self.client.books.core
     }
 }
 
@@ -87,40 +101,49 @@ impl World {
             incarnation: Generation(0),
             seed: self.rng.u64(..),
         }));
-        let mut indexers = IndexerPool::default();
-        for indexer in 0..self.indexers.len() {
-            indexers.put(&IndexerEntry {
-                id: indexer.to_string(),
-                url: None,
-                version: String::new(),
-                ready: true,
-                log: None,
-                position: LogPosition(0),
-            });
-        }
+        let written = Arc::clone(&self.checks.routers.written);
+        let books = Arc::new(Books::new(Arc::clone(&core), written));
         let ready = Arc::<AtomicBool>::default();
-        let (shared, latch, subjects) = (core.clone(), ready.clone(), self.subjects.clone());
-        let mut handle = None;
-        self.run_process(host, |plane, _outbox, stop| {
-            let (replication, own) = Replication::new(id, shared, plane, subjects);
-            handle = Some(own);
-            replication.run(move || latch.store(true, Ordering::Relaxed), stop)
+        let (latch, subjects, broken) = (ready.clone(), self.subjects.clone(), self.broken);
+        let mut made = None;
+        self.run_process(host, |plane, outbox, stop| {
+            let index = IndexClient::new(plane.clone(), subjects.clone());
+            let (replication, handle) = Replication::new(id, core, plane, subjects);
+            let client = ClientContext {
+                books,
+                index: index.clone(),
+                outbox,
+                broken,
+                sent: AtomicU64::new(0),
+            };
+            made = Some((handle, client));
+            let tasks = Tasks::new(counter());
+            let ended = tasks.stop.clone();
+            let ready = move || latch.store(true, Ordering::Relaxed);
+            tasks.spawn("replication", replication.run(ready, ended.clone()));
+            let replicas = index.clone().follow_replicas(counter(), ended.clone());
+            tasks.spawn("indexers", replicas);
+            tasks.spawn("rosters", index.follow_rosters(ended));
+            run_tasks(tasks, stop)
         });
+        let (replication, client) = made.unwrap();
         let run = RouterRun {
             id,
-            core,
-            replication: handle.unwrap(),
+            replication,
+            client: Arc::new(client),
+            clients: TaskTracker::new(),
             ready,
             fleet: BTreeMap::new(),
             looking_at: BTreeSet::new(),
-            indexers,
             is_open: false,
             seen: BTreeMap::new(),
-            requests: BTreeMap::new(),
             next_request: 0,
+            leaves: BTreeMap::new(),
+            calls: BTreeMap::new(),
             rechecks: BTreeMap::new(),
             met: BTreeMap::new(),
             shown: BTreeMap::new(),
+            shown_log: Shown::default(),
             probed: None,
             doubted: None,
         };
@@ -157,7 +180,6 @@ impl World {
         let Some(mut run) = self.routers[at].run.take() else {
             return;
         };
-        self.write_down(&run);
         if let Some(input) = self.fleet_input(at, &mut run, input) {
             self.request_input(at, &mut run, input);
         }
@@ -166,20 +188,8 @@ impl World {
 
     /// Its tasks ran.
     pub(super) fn router_ran(&mut self, at: usize) {
-        let Some(mut run) = self.routers[at].run.take() else {
-            return;
-        };
-        self.write_down(&run);
-        self.think_again(at, &mut run);
-        self.routers[at].run = Some(run);
-    }
-
-    /// By the plane, if it gets there.
-    pub(super) fn answer_process(&mut self, host: usize, to: ProcessId, answer: Input) {
-        let is_lost = self.strikes(self.rates.call_lost);
-        let after = self.delay();
-        if !self.hosts[host].is_cut && !is_lost {
-            self.send_process(to, after, answer);
+        if let Some(run) = &self.routers[at].run {
+            run.client.books.write_down();
         }
     }
 
@@ -266,7 +276,7 @@ impl World {
             Input::Timer(Timer::Open) => self.open_router(at, run),
             Input::Timer(Timer::Tick) => {
                 self.timer(host, TICK, Timer::Tick);
-                run.core.core().tick(self.router_now(at));
+                run.books().core().tick(self.router_now(at));
             }
             Input::Timer(Timer::Health) => {
                 self.timer(host, HEALTH_EVERY, Timer::Health);
@@ -364,7 +374,7 @@ fn tell_core(run: &mut RouterRun) {
         .values()
         .map(|member| member.entry.clone())
         .collect();
-    let mut core = run.core.core();
+    let mut core = run.books().core();
     core.set_workers(&entries);
     for member in run.fleet.values() {
         let health = match member.health {
@@ -374,4 +384,17 @@ fn tell_core(run: &mut RouterRun) {
         };
         core.set_health(&member.entry.worker, health);
     }
+}
+
+/// Runs until stopped. Ends early if a task does.
+async fn run_tasks(tasks: Tasks, stop: CancellationToken) {
+    tokio::select! {
+        biased;
+        () = stop.cancelled() => tasks.end().await,
+        () = tasks.down.cancelled() => {}
+    }
+}
+
+fn counter() -> IntCounter {
+    IntCounter::new("of_the_world", "Read by nothing").unwrap()
 }

@@ -12,6 +12,7 @@ use super::host::{Input, ProcessId};
 pub(super) struct OpenRequest {
     from: ProcessId,
     to: ProcessId,
+    question: Bytes,
     answer: oneshot::Receiver<Bytes>,
     reply: ReplyTo,
 }
@@ -69,6 +70,7 @@ impl World {
             self.plane.requests.lost.push(reply);
             return;
         };
+        let question = payload.clone();
         let (to_world, answer) = oneshot::channel();
         let reply_to = ReplyTo::new(to_world);
         // A full queue drops it.
@@ -79,6 +81,7 @@ impl World {
         self.plane.requests.open.push(OpenRequest {
             from,
             to: self.process(host),
+            question,
             answer,
             reply,
         });
@@ -103,6 +106,7 @@ impl World {
     }
 
     fn send_answer(&mut self, host: usize, open: OpenRequest, answer: Bytes) {
+        self.check_served(host, &open.question, &answer);
         let is_lost = self.strikes(self.rates.call_lost);
         if self.hosts[host].is_cut || is_lost || open.from != self.process(open.from.0) {
             self.plane.requests.lost.push(open.reply);

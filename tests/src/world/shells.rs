@@ -137,10 +137,16 @@ impl World {
     /// A router's frames wait less than a millisecond for each other.
     pub(super) fn run_again(&mut self, host: usize) {
         if let Kind::Router(_) = self.hosts[host].kind {
-            let after = self.hosts[host].clock.span(FRAMES_APART);
-            let process = self.process(host);
-            self.plan(after, Event::Run(process));
+            self.run_after(host, FRAMES_APART);
         }
+    }
+
+    /// The process runs when so much of its time is over.
+    pub(super) fn run_after(&mut self, host: usize, local: Duration) {
+        // Timers fire late, never early.
+        let after = self.hosts[host].clock.span(local) + Duration::from_micros(1);
+        let process = self.process(host);
+        self.plan(after, Event::Run(process));
     }
 
     pub(super) fn run_soon(&mut self, (host, life): ProcessId) {
@@ -198,7 +204,6 @@ impl World {
                 reply.send(answer);
             }
             Input::Unserved(reply) => drop(reply),
-            Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
             Input::Reply(Then::Process(to), reply) => {
                 self.note(|| format!("host {host}: answered {}", reply.label()));
                 if let Some(running) = &self.hosts[host].running
@@ -363,6 +368,7 @@ impl World {
             }
             Sent::Request(subject, request) => self.request(host, subject, request),
             Sent::Reconnect => self.reconnect(host),
+            Sent::Client(news) => self.client_reports(host, news),
             Sent::Serve(subject, to) => {
                 if let Some(running) = &mut self.hosts[host].running {
                     running.streams.services.push((subject, to));

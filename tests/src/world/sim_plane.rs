@@ -27,6 +27,7 @@ use warmroute_shim::source::{FlushResult, ReplayId};
 use warmroute_shim::wire::{ReplayFrames, replay_frames};
 use warmroute_shim::{CheckpointStore, Endpoints};
 
+use super::client::ClientNews;
 use super::plane::{Op, Reply};
 
 /// Messages that may wait for a process in one stream; later ones are lost.
@@ -52,6 +53,7 @@ pub(super) enum Sent {
     CheckHealth(oneshot::Sender<EngineHealth>),
     ReadInfo(oneshot::Sender<InfoAnswer>),
     SaveCheckpoint(Bytes),
+    Client(ClientNews),
 }
 
 /// What a process sent and the world did not take yet. Clones are the same outbox.

@@ -74,7 +74,7 @@ impl World {
         if node.is_cut {
             match input {
                 Input::Broadcast(_) | Input::Tail(..) | Input::Registry(..) => return,
-                Input::Refused(_) | Input::Query(..) | Input::Answer(..) => return,
+                Input::Refused(_) => return,
                 Input::Request(_, _, ServiceRequest { reply, .. })
                 | Input::Served(reply, _)
                 | Input::Unserved(reply) => {

@@ -1,0 +1,478 @@
+//! Clients of a router, as tasks of its process: what `proxy` does with a request, without HTTP.
+//! They ask the product's index client and decision core. What they do and see is reported to the
+//! world, which has the engines.
+
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::sleep;
+use warmroute_proto::Source;
+use warmroute_proto::query::IndexAnswer;
+use warmroute_router::fleet::health::Observation;
+use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
+use warmroute_router::route::index_view::AnswerPosition;
+use warmroute_router::route::{
+    AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest, SlotEvent, SlotGuard,
+    SlotSink, StatedSource,
+};
+use warmroute_router::shared_core::{MoveSignal, MoveWatch, SharedCore};
+use warmroute_router::sim::EngineRequest;
+use warmroute_router::sync::head;
+
+use super::Breakage;
+use super::host::Http;
+use super::replica::Written;
+use super::sim_plane::{Outbox, Sent};
+
+/// Answers of one engine to one request that may wait.
+const ANSWERS_MAX: usize = 1 << 10;
+/// Workers that one request is sent to.
+const ATTEMPTS_MAX: usize = 3;
+
+/// The decision core, with a record of what it held at each number that it wrote.
+pub(super) struct Books {
+    pub(super) core: Arc<SharedCore>,
+    written: Arc<Mutex<Written>>,
+    /// Slots that requests hold.
+    held: AtomicU64,
+}
+
+impl Books {
+    pub(super) const fn new(core: Arc<SharedCore>, written: Arc<Mutex<Written>>) -> Self {
+        Self {
+            core,
+            written,
+            held: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn held(&self) -> u64 {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    /// Before and after each change: an incarnation begins in between.
+    pub(super) fn write_down(&self) {
+        let core = self.core.core();
+        let head = head(&core);
+        let router = core.ledger().router();
+        let key = (router, head.incarnation, head.number);
+        self.written.lock().unwrap().insert(key, head.digest);
+    }
+}
+
+impl SlotSink for Books {
+    fn note(&self, event: SlotEvent) {
+        self.write_down();
+        self.core.note(event);
+        self.write_down();
+    }
+}
+
+/// What the clients of one router's process share.
+pub(super) struct ClientContext {
+    pub(super) books: Arc<Books>,
+    pub(super) index: IndexClient,
+    pub(super) outbox: Outbox,
+    pub(super) broken: Option<Breakage>,
+    /// Counts what is sent to engines.
+    pub(super) sent: AtomicU64,
+}
+
+/// A client's request.
+#[derive(Clone, Debug)]
+pub(super) struct ClientRequest {
+    pub(super) request: EngineRequest,
+    pub(super) prompt: Arc<Prompt>,
+    pub(super) is_streaming: bool,
+    /// Only the decision counts.
+    pub(super) is_probe: bool,
+}
+
+/// An answer of the index, and what it states.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Stated {
+    pub(super) sources: Vec<StatedSource>,
+    pub(super) form: AnswerForm,
+    pub(super) position: Option<AnswerPosition>,
+}
+
+/// How an answer names sources.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum AnswerForm {
+    #[default]
+    Names,
+    Numbers,
+}
+
+/// A decision, and what it rests on.
+#[derive(Debug)]
+pub(super) struct Decided {
+    pub(super) no: u64,
+    pub(super) decision: Decision,
+    pub(super) stated: Arc<Stated>,
+    pub(super) tried: Vec<Source>,
+    pub(super) request: Arc<ClientRequest>,
+    /// It replaces this placement.
+    pub(super) moved_from: Option<u64>,
+}
+
+/// What a client reports to the world.
+#[derive(Debug)]
+pub(super) enum ClientNews {
+    Decided(Box<Decided>),
+    /// No worker could take a request, after so many were tried.
+    Refused(AdmitError, usize),
+    /// To an engine, whose answers come here.
+    Submit(u64, Source, EngineRequest, mpsc::Sender<Http>),
+    HangUp(u64, Source),
+    Seen(Source, Observation),
+    /// The cached tokens that an engine reports.
+    Usage(Box<Decision>, Arc<Prompt>, u32),
+    /// A timer of a request ends after this time.
+    RunAfter(Duration),
+}
+
+/// A slot with its guard. A client that leaves drops it.
+struct HeldSlot {
+    guard: Option<SlotGuard<Books>>,
+    books: Arc<Books>,
+    is_leaked: bool,
+}
+
+/// One request at one engine.
+struct EngineCall {
+    no: u64,
+    source: Source,
+    outbox: Outbox,
+    answers: mpsc::Receiver<Http>,
+    is_over: bool,
+}
+
+struct Attempt {
+    decision: Decision,
+    slot: HeldSlot,
+    watch: Option<MoveWatch>,
+    call: EngineCall,
+    /// Workers that failed before.
+    tried: Vec<Source>,
+    is_prefilled: bool,
+}
+
+enum AttemptEnd {
+    Over,
+    /// This engine did not serve it.
+    Unserved(Source, Observation),
+}
+
+impl HeldSlot {
+    fn new(counter: u64, client: &ClientContext) -> Self {
+        let books = Arc::clone(&client.books);
+        books.held.fetch_add(1, Ordering::Relaxed);
+        Self {
+            guard: Some(SlotGuard::new(Arc::clone(&books), counter)),
+            books,
+            is_leaked: client.broken == Some(Breakage::SlotLeaked),
+        }
+    }
+
+    fn guard(&mut self) -> &mut SlotGuard<Books> {
+        self.guard.as_mut().unwrap()
+    }
+
+    fn end(mut self, end: impl FnOnce(SlotGuard<Books>)) {
+        end(self.guard.take().unwrap());
+    }
+}
+
+impl Drop for HeldSlot {
+    fn drop(&mut self) {
+        self.books.held.fetch_sub(1, Ordering::Relaxed);
+        if self.is_leaked {
+            std::mem::forget(self.guard.take());
+        }
+    }
+}
+
+impl Drop for EngineCall {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let news = ClientNews::HangUp(self.no, self.source.clone());
+            self.outbox.push(Sent::Client(news));
+        }
+    }
+}
+
+impl ClientContext {
+    fn report(&self, news: ClientNews) {
+        self.outbox.push(Sent::Client(news));
+    }
+
+    fn run_after(&self, after: Duration) {
+        self.report(ClientNews::RunAfter(after));
+    }
+
+    /// A request, from its query of the index to its end.
+    pub(super) async fn serve(self: Arc<Self>, request: Arc<ClientRequest>) {
+        self.run_after(HEDGE);
+        self.run_after(DEADLINE);
+        let reply = self.index.ask(request.prompt.hit_blocks()).await.ok();
+        let stated = Arc::new(reply.as_ref().map(stated).unwrap_or_default());
+        let reply = self.reply_as_read(reply);
+        let mut tried = Vec::new();
+        while let Some(attempt) = self.admit(&request, reply.as_ref(), &stated, &tried) {
+            if request.is_probe {
+                attempt.slot.end(drop);
+                return;
+            }
+            match self
+                .attempt(attempt, &request, reply.as_ref(), &stated)
+                .await
+            {
+                AttemptEnd::Over => return,
+                AttemptEnd::Unserved(source, seen) => {
+                    self.report(ClientNews::Seen(source.clone(), seen));
+                    tried.push(source);
+                    if tried.len() == ATTEMPTS_MAX {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    /// An answer as the decision gets to see it.
+    fn reply_as_read(&self, mut reply: Option<IndexReply>) -> Option<IndexReply> {
+        if self.broken == Some(Breakage::OvertakenBelieved)
+            && let Some(IndexReply::Full(IndexAnswer::Runs { sources, .. })) = &mut reply
+        {
+            for source in sources {
+                source.generation = warmroute_proto::Generation(1);
+                source.number = None;
+            }
+        }
+        reply
+    }
+
+    /// Chooses and accounts.
+    fn admit(
+        &self,
+        request: &Arc<ClientRequest>,
+        reply: Option<&IndexReply>,
+        stated: &Arc<Stated>,
+        tried: &[Source],
+    ) -> Option<Box<Attempt>> {
+        let ask = RouteRequest {
+            model: "m",
+            prompt: &request.prompt,
+            exclude: tried,
+        };
+        self.books.write_down();
+        let admitted = self.books.core.admit(&ask, reply);
+        self.books.write_down();
+        let (Admitted { decision, slot, .. }, watch) = match admitted {
+            Ok(admitted) => admitted,
+            Err(refusal) => {
+                self.report(ClientNews::Refused(refusal, tried.len()));
+                return None;
+            }
+        };
+        let slot = HeldSlot::new(slot, self);
+        let no = self.sent.fetch_add(1, Ordering::Relaxed);
+        self.report(ClientNews::Decided(Box::new(Decided {
+            no,
+            decision: decision.clone(),
+            stated: Arc::clone(stated),
+            tried: tried.to_vec(),
+            request: Arc::clone(request),
+            moved_from: None,
+        })));
+        let call = self.call(no, &decision.source, request);
+        Some(Box::new(Attempt {
+            decision,
+            slot,
+            watch,
+            call,
+            tried: tried.to_vec(),
+            is_prefilled: false,
+        }))
+    }
+
+    fn call(&self, no: u64, source: &Source, request: &ClientRequest) -> EngineCall {
+        let (to, answers) = mpsc::channel(ANSWERS_MAX);
+        if !request.is_probe {
+            let request = request.request.clone();
+            self.report(ClientNews::Submit(no, source.clone(), request, to));
+        }
+        EngineCall {
+            no,
+            source: source.clone(),
+            outbox: self.outbox.clone(),
+            answers,
+            is_over: request.is_probe,
+        }
+    }
+
+    /// Until the engine has answered, or has failed.
+    async fn attempt(
+        &self,
+        mut attempt: Box<Attempt>,
+        request: &Arc<ClientRequest>,
+        reply: Option<&IndexReply>,
+        stated: &Arc<Stated>,
+    ) -> AttemptEnd {
+        loop {
+            let predicted = attempt.decision.predicted_ttft;
+            if !request.is_streaming && !attempt.is_prefilled {
+                self.run_after(predicted);
+            }
+            let mut prefill_end = pin!(sleep(predicted));
+            let moved = loop {
+                let watch = attempt.watch.as_ref();
+                tokio::select! {
+                    // A request is not moved once a byte of its answer is there.
+                    biased;
+                    what = attempt.call.answers.recv() => {
+                        match self.answered(attempt, request, what.unwrap_or(Http::Broken)) {
+                            Ok(end) => return end,
+                            Err(goes_on) => attempt = goes_on,
+                        }
+                    }
+                    signal = next_signal(watch) => match signal {
+                        MoveSignal::Crossed => {
+                            if let Some(moved) = self.reconsider(&attempt, request, reply) {
+                                break moved;
+                            }
+                        }
+                        MoveSignal::Expired => attempt.watch = None,
+                    },
+                    () = &mut prefill_end, if !request.is_streaming && !attempt.is_prefilled => {
+                        attempt.is_prefilled = true;
+                        attempt.watch = None;
+                        attempt.slot.guard().prefill_predicted();
+                    }
+                }
+            };
+            self.go(&mut attempt, request, stated, moved);
+        }
+    }
+
+    fn answered(
+        &self,
+        mut attempt: Box<Attempt>,
+        request: &ClientRequest,
+        what: Http,
+    ) -> Result<AttemptEnd, Box<Attempt>> {
+        let has_begun = attempt.is_prefilled && request.is_streaming;
+        match what {
+            Http::FirstToken if request.is_streaming => {
+                attempt.watch = None;
+                attempt.is_prefilled = true;
+                attempt.slot.guard().first_token();
+                return Err(attempt);
+            }
+            Http::Block if request.is_streaming => {
+                attempt.slot.guard().grow(1);
+                return Err(attempt);
+            }
+            Http::FirstToken | Http::Block => return Err(attempt),
+            Http::Done(cached_tokens) => {
+                attempt.call.is_over = true;
+                if let Some(cached) = cached_tokens {
+                    let cached = u32::try_from(cached).unwrap_or(u32::MAX);
+                    let (decision, prompt) = (attempt.decision, Arc::clone(&request.prompt));
+                    self.report(ClientNews::Usage(Box::new(decision), prompt, cached));
+                }
+                attempt.slot.end(SlotGuard::complete);
+            }
+            Http::Rejected => {
+                attempt.call.is_over = true;
+                attempt.slot.end(SlotGuard::fail);
+            }
+            Http::Refused | Http::Broken => {
+                attempt.call.is_over = true;
+                let seen = match what {
+                    Http::Refused => Observation::ConnectRefused,
+                    _ => Observation::ProbeFailed,
+                };
+                attempt.slot.end(SlotGuard::fail);
+                if !has_begun {
+                    return Ok(AttemptEnd::Unserved(attempt.decision.source, seen));
+                }
+                self.report(ClientNews::Seen(attempt.decision.source, seen));
+            }
+        }
+        Ok(AttemptEnd::Over)
+    }
+
+    /// Decides again. `None`: the request stays.
+    fn reconsider(
+        &self,
+        attempt: &Attempt,
+        request: &ClientRequest,
+        reply: Option<&IndexReply>,
+    ) -> Option<Admitted> {
+        let ask = RouteRequest {
+            model: "m",
+            prompt: &request.prompt,
+            exclude: &[],
+        };
+        let slot = attempt.slot.guard.as_ref().map(SlotGuard::counter)?;
+        self.books.write_down();
+        let moved = self.books.core.reconsider(slot, &ask, reply);
+        self.books.write_down();
+        moved
+    }
+
+    /// Closes the connection to one engine, and sends the request to another one.
+    fn go(
+        &self,
+        attempt: &mut Attempt,
+        request: &Arc<ClientRequest>,
+        stated: &Arc<Stated>,
+        moved: Admitted,
+    ) {
+        attempt.slot.guard().take_over(moved.slot);
+        attempt.watch = None;
+        let no = self.sent.fetch_add(1, Ordering::Relaxed);
+        self.report(ClientNews::Decided(Box::new(Decided {
+            no,
+            decision: moved.decision.clone(),
+            stated: Arc::clone(stated),
+            tried: attempt.tried.clone(),
+            request: Arc::clone(request),
+            moved_from: Some(attempt.call.no),
+        })));
+        attempt.call = self.call(no, &moved.decision.source, request);
+        attempt.decision = moved.decision;
+    }
+}
+
+fn stated(reply: &IndexReply) -> Stated {
+    let position = match reply {
+        IndexReply::Full(IndexAnswer::Runs { log, position, .. }) => Some(AnswerPosition {
+            log: *log,
+            position: *position,
+        }),
+        IndexReply::Holders(holders) => holders.position(),
+        IndexReply::Full(IndexAnswer::Behind { .. }) | IndexReply::Cuts(_) => None,
+    };
+    Stated {
+        sources: reply.stated(),
+        form: match reply {
+            IndexReply::Holders(_) => AnswerForm::Numbers,
+            IndexReply::Full(_) | IndexReply::Cuts(_) => AnswerForm::Names,
+        },
+        position,
+    }
+}
+
+/// Pending without a watch.
+async fn next_signal(watch: Option<&MoveWatch>) -> MoveSignal {
+    match watch {
+        Some(watch) => watch.signal().await,
+        None => std::future::pending().await,
+    }
+}
