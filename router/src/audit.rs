@@ -7,6 +7,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use prometheus::IntCounter;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -28,22 +29,28 @@ pub(crate) struct AuditCase {
     pub entry: EntryNumber,
 }
 
-/// Compares credited with reported cached tokens.
+/// Compares credited with reported cached tokens, for journal and metrics too.
 #[derive(Clone)]
 pub(crate) struct Auditor {
-    core: Arc<SharedCore>,
+    audit: UsageAudit,
     journal: Arc<Journal>,
     metrics: Arc<Metrics>,
+}
+
+/// Compares credited with reported cached tokens.
+#[derive(Clone)]
+pub struct UsageAudit {
+    core: Arc<SharedCore>,
     pending: mpsc::Sender<Recheck>,
 }
 
 /// Queries the index again.
-pub(crate) struct Rechecks {
+pub struct Rechecks {
     pending: mpsc::Receiver<Recheck>,
     /// To be confirmed, in the order of their times. At most one for each source.
     repeats: VecDeque<Confirmation>,
     core: Arc<SharedCore>,
-    metrics: Arc<Metrics>,
+    demotions: IntCounter,
     index: IndexClient,
 }
 
@@ -60,19 +67,11 @@ impl Auditor {
         metrics: Arc<Metrics>,
         index: IndexClient,
     ) -> (Self, Rechecks) {
-        let (sender, pending) = mpsc::channel(RECHECKS_MAX);
-        let rechecks = Rechecks {
-            pending,
-            repeats: VecDeque::new(),
-            core: Arc::clone(&core),
-            metrics: Arc::clone(&metrics),
-            index,
-        };
+        let (audit, rechecks) = UsageAudit::new(core, index, metrics.demotions().clone());
         let auditor = Self {
-            core,
+            audit,
             journal,
             metrics,
-            pending: sender,
         };
         (auditor, rechecks)
     }
@@ -86,13 +85,39 @@ impl Auditor {
         let block_tokens = case.decision.claim.block_tokens;
         let credited = u64::from(case.decision.overlap_blocks) * u64::from(block_tokens);
         self.metrics.overlap(credited, cached);
-        let now = Instant::now().into_std();
         let cached = u32::try_from(cached).unwrap_or(u32::MAX);
-        let verdict = self
-            .core
-            .core()
-            .audit(&case.decision, &case.prompt, cached, now);
-        let source = &case.decision.source;
+        self.audit.reported(&case.decision, &case.prompt, cached);
+    }
+}
+
+impl UsageAudit {
+    /// `demotions` counts demoted sources.
+    #[must_use]
+    pub fn new(
+        core: Arc<SharedCore>,
+        index: IndexClient,
+        demotions: IntCounter,
+    ) -> (Self, Rechecks) {
+        let (sender, pending) = mpsc::channel(RECHECKS_MAX);
+        let rechecks = Rechecks {
+            pending,
+            repeats: VecDeque::new(),
+            core: Arc::clone(&core),
+            demotions,
+            index,
+        };
+        let audit = Self {
+            core,
+            pending: sender,
+        };
+        (audit, rechecks)
+    }
+
+    /// Takes in the cached tokens that an engine reports of a request.
+    pub fn reported(&self, decision: &Decision, prompt: &Prompt, cached: u32) {
+        let now = Instant::now().into_std();
+        let verdict = self.core.core().audit(decision, prompt, cached, now);
+        let source = &decision.source;
         if verdict == AuditVerdict::Reinstate {
             tracing::info!(%source, "engine agrees with the index again, credit restored");
         }
@@ -112,13 +137,14 @@ impl Auditor {
 impl Rechecks {
     /// Runs each recheck at its time, until stopped. All wait equally long, and so do all repeats:
     /// each kind comes due in order.
-    pub(crate) async fn run(mut self, stop: CancellationToken) {
+    pub async fn run(mut self, stop: CancellationToken) {
         let mut next: Option<Recheck> = None;
         loop {
             let repeat = self.repeats.front().map(|repeat| &repeat.recheck);
             let times = next.iter().chain(repeat);
             let due = times.map(|recheck| recheck.not_before).min();
             tokio::select! {
+                biased;
                 () = stop.cancelled() => return,
                 pending = self.pending.recv(), if next.is_none() => {
                     if pending.is_none() {
@@ -165,7 +191,7 @@ impl Rechecks {
                 tracing::warn!(%source, "index credits blocks that the engine did not have");
             }
             RecheckVerdict::Demote => {
-                self.metrics.demoted();
+                self.demotions.inc();
                 tracing::error!(
                     %source,
                     "index credited absent blocks repeatedly, no credit until the engine agrees"

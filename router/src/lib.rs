@@ -13,7 +13,7 @@
 mod access_log;
 mod admin;
 mod admission;
-mod audit;
+pub mod audit;
 mod batch_task;
 mod call_report;
 mod clock;

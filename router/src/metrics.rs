@@ -285,8 +285,8 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn demoted(&self) {
-        self.overlap.demotions.inc();
+    pub(crate) const fn demotions(&self) -> &IntCounter {
+        &self.overlap.demotions
     }
 
     pub(crate) fn retried(&self, reason: RetryReason) {

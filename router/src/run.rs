@@ -12,8 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use anyhow::Context as _;
 use tokio::runtime::Handle;
-use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep_until, timeout};
-use tokio_util::sync::CancellationToken;
+use tokio::time::{Duration, Instant, sleep_until, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
@@ -54,9 +53,6 @@ use crate::spans::Tracer;
 use crate::tenant_sync::TenantSync;
 use crate::tenants::{LimitSharing, Tenants};
 use crate::tokenizers::{DefaultTokenizer, TokenizerLoader, Tokenizers};
-
-/// Lets time pass in the core while no request does.
-const TICK: Duration = Duration::from_millis(250);
 
 /// Operators and scrapers.
 const ADMIN_CONNECTIONS_MAX: usize = 256;
@@ -317,7 +313,7 @@ impl Services {
 
         let auditor = self.audit(&core, &journal, &index, tasks);
         self.write_demotions(router, &core, &subjects);
-        tasks.spawn("clock", tick(Arc::clone(&core), stop.clone()));
+        tasks.spawn("clock", Arc::clone(&core).run_clock(stop.clone()));
 
         let fleet = Fleet::new(Arc::clone(&core), config.block_size);
         let registry = Arc::new(FleetRegistry {
@@ -622,17 +618,6 @@ fn shared_core(config: &Config, router: RouterId) -> Arc<SharedCore> {
         incarnation: Generation(0),
         seed,
     }))
-}
-
-async fn tick(core: Arc<SharedCore>, stop: CancellationToken) {
-    let mut ticks = interval(TICK);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            now = ticks.tick() => core.core().tick(now.into_std()),
-        }
-    }
 }
 
 #[cfg(test)]

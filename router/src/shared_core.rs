@@ -6,14 +6,19 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio_util::sync::CancellationToken;
 use warmroute_proto::load::{LoadChange, LoadMessage};
 
 use crate::route::{
     AdmitError, Admitted, Core, IndexReply, RouteRequest, SlotEvent, SlotGuard, SlotSink,
 };
+
+/// Between two ticks of the core's clock.
+const TICK: Duration = Duration::from_millis(250);
 
 /// Frees its slot when it is dropped.
 pub(crate) type SlotHold = SlotGuard<SharedCore>;
@@ -132,6 +137,19 @@ impl SharedCore {
     /// Wakes the task that waits for [`Self::room_changed`].
     pub(crate) fn room_may_be_free(&self) {
         self.room.notify_one();
+    }
+
+    /// The clock task: lets time pass in the core while no request does, until stopped.
+    pub async fn run_clock(self: Arc<Self>, stop: CancellationToken) {
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                now = ticks.tick() => self.core().tick(now.into_std()),
+            }
+        }
     }
 
     fn watch(self: &Arc<Self>, slot: u64, until: Instant) -> MoveWatch {

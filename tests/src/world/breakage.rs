@@ -10,7 +10,7 @@ use warmroute_indexer::snapshot::{Name, format};
 use warmroute_indexer::tree::Tree;
 use warmroute_plane::{Broadcast, LogMessage, LogStatus, PutIf};
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::IndexQuery;
+use warmroute_proto::query::{HoldAnswer, HoldSpan, IndexQuery};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotSource};
 use warmroute_proto::view::SourceView;
 use warmroute_proto::{
@@ -166,6 +166,18 @@ impl World {
             message.payload = codec::encode(&heartbeat).unwrap().into();
         }
         message
+    }
+
+    /// A recheck's answer as the router gets to see it.
+    pub(super) fn hold_as_read(&self, answer: Bytes) -> Bytes {
+        if self.broken == Some(Breakage::InterruptionUnseen)
+            && let Ok(mut hold) = codec::decode::<HoldAnswer>(&answer)
+            && hold.span == HoldSpan::Interrupted
+        {
+            hold.span = HoldSpan::Held;
+            return codec::encode(&hold).unwrap().into();
+        }
+        answer
     }
 
     /// What the server does of a call, and answers, as the process gets to see it.

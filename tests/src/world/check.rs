@@ -15,7 +15,7 @@ use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason
 use warmroute_proto::view::SourceView;
 use warmroute_proto::{
     Digest, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, Record, RecordNumber, Source,
-    Tier, TierStates, codec,
+    Tier, TierStates, Tiers, codec,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -100,6 +100,8 @@ pub(super) struct RouterChecks {
     /// Views of other routers' load, compared with what these wrote.
     pub(super) views: u64,
     pub(super) written: Arc<Mutex<Written>>,
+    /// What indexers answered to each question: sources with blocks.
+    pub(super) answered: BTreeMap<u64, Vec<(Source, Tiers<u32>)>>,
     /// The source of each number of a roster.
     pub(super) names: BTreeMap<(u64, u32), Source>,
     pub(super) index_well_since: Option<At>,

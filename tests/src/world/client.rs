@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio::time::sleep;
 use warmroute_proto::Source;
 use warmroute_proto::query::IndexAnswer;
+use warmroute_router::audit::UsageAudit;
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
 use warmroute_router::route::index_view::AnswerPosition;
@@ -75,6 +76,7 @@ impl SlotSink for Books {
 pub(super) struct ClientContext {
     pub(super) books: Arc<Books>,
     pub(super) index: IndexClient,
+    pub(super) audit: UsageAudit,
     pub(super) outbox: Outbox,
     pub(super) broken: Option<Breakage>,
     /// Counts what is sent to engines.
@@ -129,8 +131,6 @@ pub(super) enum ClientNews {
     Submit(u64, Source, EngineRequest, mpsc::Sender<Http>),
     HangUp(u64, Source),
     Seen(Source, Observation),
-    /// The cached tokens that an engine reports.
-    Usage(Box<Decision>, Arc<Prompt>, u32),
     /// A timer of a request ends after this time.
     RunAfter(Duration),
 }
@@ -382,8 +382,8 @@ impl ClientContext {
                 attempt.call.is_over = true;
                 if let Some(cached) = cached_tokens {
                     let cached = u32::try_from(cached).unwrap_or(u32::MAX);
-                    let (decision, prompt) = (attempt.decision, Arc::clone(&request.prompt));
-                    self.report(ClientNews::Usage(Box::new(decision), prompt, cached));
+                    self.audit
+                        .reported(&attempt.decision, &request.prompt, cached);
                 }
                 attempt.slot.end(SlotGuard::complete);
             }

@@ -274,14 +274,11 @@ pub(super) enum Http {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Timer {
-    Tick,
     Health,
     Open,
     Arrive,
     /// A request's client leaves.
     Leave(u64),
-    /// A request whose engine had less than was credited.
-    Recheck(u64),
     Probe,
 }
 

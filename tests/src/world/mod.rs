@@ -3,9 +3,9 @@
 //!
 //! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
 //! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
-//! `shells`, `streams`, `services`). So are the replication and the index client of routers, with
-//! clients in their processes (`client`); what else is a router's is the product's pure cores
-//! behind drivers (`router`, `audit`). Engines are the engine
+//! `shells`, `streams`, `services`). So are a router's replication, index client, rechecks and clock,
+//! with clients in its process (`client`); its fleet is the product's pure state of health behind
+//! a driver (`router`). Engines are the engine
 //! model with vLLM's wire format. Around them: virtual time, clocks that drift, links that delay,
 //! lose, repeat and reorder, a log that is trimmed, cut, rolled back and recreated, a registry with
 //! leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
@@ -25,7 +25,6 @@
     reason = "a harness fails by panicking, and answers of the wrong kind are all alike"
 )]
 
-mod audit;
 mod breakage;
 mod check;
 mod client;

@@ -18,11 +18,12 @@ use warmroute_proto::codec::Message as _;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::roster::{HolderAnswer, HolderPart, HolderQuery, RosterPage, RosterRow};
-use warmroute_proto::{BlockSize, PrefixHash, Seed, Source, Tier, Tiers, codec};
+use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed, Source, Tier, Tiers, codec};
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
 use warmroute_router::route::{Prompt, StatedSource};
 use warmroute_router::sim::EngineRequest;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::World;
 use super::client::{AnswerForm, ClientNews, ClientRequest, Decided};
@@ -135,7 +136,6 @@ impl World {
                     leaves.cancel();
                 }
             }
-            Input::Timer(Timer::Recheck(no)) => self.recheck(at, run, no),
             Input::Http(no, what) => {
                 if let Some(call) = run.calls.get(&no) {
                     // A full queue loses it.
@@ -242,9 +242,6 @@ impl World {
 
     fn check_holders(&mut self, at: usize, query: &HolderQuery, part: &HolderPart) {
         self.learn_names(part.roster.0, &part.changes);
-        if self.is_clock_unseen(self.indexers[at].host) {
-            return;
-        }
         let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
         let mut answers = Vec::new();
         for group in &part.groups {
@@ -265,6 +262,10 @@ impl World {
                     run: group.run,
                 });
             }
+        }
+        self.note_answers(&query.blocks, &answers);
+        if self.is_clock_unseen(self.indexers[at].host) {
+            return;
         }
         // A source that is not named holds nothing. What it has applied is not in the answer.
         let position = self.read_index(at, Handle::position);
@@ -293,11 +294,19 @@ impl World {
         }
     }
 
+    fn note_answers(&mut self, question: &[LocalHash], answers: &[SourceAnswer]) {
+        let said = answers.iter().filter(|part| part.run != Tiers::default());
+        let said = said.map(|part| (part.source.clone(), part.run));
+        let answered = &mut self.checks.routers.answered;
+        answered.entry(hash(question)).or_default().extend(said);
+    }
+
     /// Checks an indexer's answer as of the moment at which it is sent.
     fn check_answers(&mut self, at: usize, query: &IndexQuery, answer: &IndexAnswer) {
         let IndexAnswer::Runs { sources, .. } = answer else {
             return;
         };
+        self.note_answers(&query.blocks, sources);
         if self.is_clock_unseen(self.indexers[at].host) {
             return;
         }
@@ -392,9 +401,6 @@ impl World {
                 let engine = self.worker(&source).unwrap();
                 self.see(&mut run, engine, seen);
             }
-            ClientNews::Usage(decision, prompt, cached) => {
-                self.usage_reported(at, &mut run, (&decision, &prompt), cached);
-            }
             ClientNews::RunAfter(after) => self.run_after(host, after),
         }
         self.routers[at].run = Some(run);
@@ -436,6 +442,7 @@ impl World {
         if self.is_known_gone(at, run, engine) {
             return Err(format!("goes to {worker}, which is gone"));
         }
+        self.check_stated(decided)?;
         let believed = self.believed(at, run, decided);
         let prompt = &decided.request.prompt;
         for terms in &decision.weighed {
@@ -468,6 +475,20 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// A router goes by what an indexer answered to the request's own question.
+    fn check_stated(&self, decided: &Decided) -> Result<(), String> {
+        let question = hash(decided.request.prompt.hit_blocks());
+        let answered = self.checks.routers.answered.get(&question);
+        let was_said = |part: &&StatedSource| {
+            let said = (part.source.clone(), part.run);
+            part.run == Tiers::default() || answered.is_some_and(|all| all.contains(&said))
+        };
+        match decided.stated.sources.iter().find(|part| !was_said(part)) {
+            Some(part) => Err(format!("reads {part:?}, which no indexer answered")),
+            None => Ok(()),
+        }
     }
 
     /// What the answer states of each source, and whether it may be believed.
@@ -551,4 +572,13 @@ impl World {
         let states: Vec<_> = decision.weighed.iter().map(|terms| terms.state).collect();
         run.doubted = Some(format!("{states:?} of {parts:?}"));
     }
+}
+
+/// Stands for the question about these blocks.
+fn hash(question: &[LocalHash]) -> u64 {
+    let bytes: Vec<u8> = question
+        .iter()
+        .flat_map(|block| block.0.to_le_bytes())
+        .collect();
+    xxh3_64(&bytes)
 }

@@ -1,7 +1,7 @@
 //! Routers: processes, what they know of the fleet, and what comes to them.
 //!
-//! The product's `Replication` and `IndexClient` around a `SharedCore`, tasks and all, and clients
-//! (`client`). Beside them `fleet` of the router's shell without tasks.
+//! The product's `Replication`, `IndexClient`, `Rechecks` and clock around a `SharedCore`, tasks and
+//! all, and clients (`client`). Beside them `fleet` of the router's shell without tasks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,10 +16,11 @@ use warmroute_plane::{RegistryEvent, Revision};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{Generation, RouterId, WorkerId, codec};
+use warmroute_router::audit::UsageAudit;
 use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
 use warmroute_router::index_client::IndexClient;
 use warmroute_router::replication::{Replication, ReplicationHandle};
-use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy, Recheck};
+use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy};
 use warmroute_router::shared_core::SharedCore;
 
 use super::client::{Books, ClientContext};
@@ -31,8 +32,6 @@ use super::{Breakage, World};
 
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(500);
-/// The router's clock task.
-const TICK: Duration = Duration::from_millis(250);
 pub(super) const PROBE_EVERY: Duration = Duration::from_millis(500);
 
 pub(super) struct Router {
@@ -58,7 +57,8 @@ pub(super) struct RouterRun {
     pub(super) leaves: BTreeMap<u64, CancellationToken>,
     /// Where the engines' answers go, by what was sent.
     pub(super) calls: BTreeMap<u64, mpsc::Sender<Http>>,
-    pub(super) rechecks: BTreeMap<u64, Recheck>,
+    /// Shortfalls that an index explained, as of the last look.
+    cleared: u64,
     /// When each engine's worker was first seen.
     pub(super) met: BTreeMap<usize, At>,
     /// What answers showed of each source and of the log, for the checks.
@@ -108,10 +108,13 @@ impl World {
         let mut made = None;
         self.run_process(host, |plane, outbox, stop| {
             let index = IndexClient::new(plane.clone(), subjects.clone());
+            let (audit, rechecks) = UsageAudit::new(core.clone(), index.clone(), counter());
+            let clock = core.clone();
             let (replication, handle) = Replication::new(id, core, plane, subjects);
             let client = ClientContext {
                 books,
                 index: index.clone(),
+                audit,
                 outbox,
                 broken,
                 sent: AtomicU64::new(0),
@@ -123,7 +126,9 @@ impl World {
             tasks.spawn("replication", replication.run(ready, ended.clone()));
             let replicas = index.clone().follow_replicas(counter(), ended.clone());
             tasks.spawn("indexers", replicas);
-            tasks.spawn("rosters", index.follow_rosters(ended));
+            tasks.spawn("rosters", index.follow_rosters(ended.clone()));
+            tasks.spawn("rechecks", rechecks.run(ended.clone()));
+            tasks.spawn("clock", clock.run_clock(ended));
             run_tasks(tasks, stop)
         });
         let (replication, client) = made.unwrap();
@@ -140,7 +145,7 @@ impl World {
             next_request: 0,
             leaves: BTreeMap::new(),
             calls: BTreeMap::new(),
-            rechecks: BTreeMap::new(),
+            cleared: 0,
             met: BTreeMap::new(),
             shown: BTreeMap::new(),
             shown_log: Shown::default(),
@@ -149,7 +154,6 @@ impl World {
         };
         self.routers[at].run = Some(Box::new(run));
         self.timer(host, Duration::ZERO, Timer::Open);
-        self.timer(host, TICK, Timer::Tick);
         self.timer(host, HEALTH_EVERY, Timer::Health);
         self.timer(host, PROBE_EVERY, Timer::Probe);
         self.plan_arrival(host);
@@ -186,10 +190,17 @@ impl World {
         self.routers[at].run = Some(run);
     }
 
-    /// Its tasks ran.
+    /// Its tasks ran. The index of this world is right, whatever engines evict: no strike is.
     pub(super) fn router_ran(&mut self, at: usize) {
-        if let Some(run) = &self.routers[at].run {
-            run.client.books.write_down();
+        let Some(run) = &mut self.routers[at].run else {
+            return;
+        };
+        run.client.books.write_down();
+        let audit = run.books().core().counts().audit;
+        self.checks.routers.rechecks += audit.cleared - run.cleared;
+        run.cleared = audit.cleared;
+        if audit.strikes > 0 {
+            self.fail(format!("router {at}: strike against the index: {audit:?}"));
         }
     }
 
@@ -274,10 +285,6 @@ impl World {
         match input {
             Input::Registry(_, event) => self.registry_says(at, run, event),
             Input::Timer(Timer::Open) => self.open_router(at, run),
-            Input::Timer(Timer::Tick) => {
-                self.timer(host, TICK, Timer::Tick);
-                run.books().core().tick(self.router_now(at));
-            }
             Input::Timer(Timer::Health) => {
                 self.timer(host, HEALTH_EVERY, Timer::Health);
                 self.look_at_workers(at, run);

@@ -107,6 +107,7 @@ impl World {
 
     fn send_answer(&mut self, host: usize, open: OpenRequest, answer: Bytes) {
         self.check_served(host, &open.question, &answer);
+        let answer = self.hold_as_read(answer);
         let is_lost = self.strikes(self.rates.call_lost);
         if self.hosts[host].is_cut || is_lost || open.from != self.process(open.from.0) {
             self.plane.requests.lost.push(open.reply);
