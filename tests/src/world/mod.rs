@@ -4,11 +4,11 @@
 //! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
 //! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
 //! `shells`, `streams`, `services`). So are a router's replication, index client, rechecks and clock,
-//! with clients in its process (`client`); its fleet is the product's pure state of health behind
-//! a driver (`router`). Engines are the engine
-//! model with vLLM's wire format. Around them: virtual time, clocks that drift, links that delay,
-//! lose, repeat and reorder, a log that is trimmed, cut, rolled back and recreated, a registry with
-//! leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
+//! with clients in its process (`client`); its fleet is the product's pure state of health behind a
+//! driver (`router`). Engines are the engine model with vLLM's wire format. Around them: virtual
+//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut,
+//! rolled back and recreated, a registry with leases. Why it is built so:
+//! `docs/adr/0014-simulated-shells.md`.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
 //! the storm all faults stop, and the world must be right again within a bounded time. `check` has
