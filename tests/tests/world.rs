@@ -625,7 +625,12 @@ rows! {
 
 #[test]
 fn row_13_snapshot_corrupt() {
-    let faults = [CorruptSnapshot, CorruptSnapshot, IndexerCrash(0)];
+    let faults = [
+        CorruptSnapshot,
+        IndexerCrash(0),
+        CorruptSnapshot,
+        IndexerCrash(0),
+    ];
     let healed = heals("row_13_snapshot_corrupt", None, &faults, worlds());
     let skipped: u64 = healed.calm.iter().map(|report| report.skipped).sum();
     assert!(skipped > 0, "no snapshot was found unusable");
