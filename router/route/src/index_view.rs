@@ -358,7 +358,7 @@ struct ShownRecord {
 }
 
 /// 0 before the first record of a generation, n + 1 after number n.
-pub(crate) fn applied(number: Option<RecordNumber>) -> u64 {
+fn applied(number: Option<RecordNumber>) -> u64 {
     number.map_or(0, |number| number.0.saturating_add(1))
 }
 

@@ -86,7 +86,7 @@ pub use decide::{Decision, DecisionBasis, WEIGHED_MAX};
 pub use engine_load::{EngineBounds, EngineReading, ForeignLoad};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt, PromptBasis, SessionKey};
-pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, ReplicaRoster, StatedSource};
+pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, KnownHolder, ReplicaRoster};
 pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SlotKey, SourceLoad};
 pub use source_table::{SourceId, SourceTable};

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
+use warmroute_proto::query::{IndexAnswer, SourceState};
 use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
     RosterPageRequest, RosterRow, RosterStatus,
 };
 use warmroute_proto::{BlockSize, Generation, Source, Tiers};
 
-use super::index_view::{AnswerPosition, applied};
+use super::index_view::AnswerPosition;
 
 /// The rows of one indexer's roster that were read so far.
 #[derive(Clone, Debug, Default)]
@@ -22,9 +22,9 @@ pub struct ReplicaRoster {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct KnownRow {
-    pub(crate) source: Source,
-    pub(crate) status: Option<RosterStatus>,
+pub struct KnownRow {
+    pub source: Source,
+    pub status: Option<RosterStatus>,
 }
 
 /// A page that no honest indexer sends.
@@ -51,23 +51,10 @@ pub struct HolderReply {
 }
 
 /// One answer's data of one source.
-pub(crate) struct KnownHolder<'a> {
-    pub(crate) row: &'a KnownRow,
-    pub(crate) group: Option<&'a HolderGroup>,
-    pub(crate) detail: Option<&'a HolderDetail>,
-}
-
-/// What an answer states of one source.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StatedSource {
-    pub source: Source,
-    pub generation: Generation,
-    /// Number of records of the generation that are applied, if the answer names it.
-    pub applied: Option<u64>,
-    pub states: Tiers<SourceState>,
-    pub reason: Option<UnknownReason>,
-    /// Blocks per tier, also those of a tier whose state gives no credit.
-    pub run: Tiers<u32>,
+pub struct KnownHolder<'a> {
+    pub row: &'a KnownRow,
+    pub group: Option<&'a HolderGroup>,
+    pub detail: Option<&'a HolderDetail>,
 }
 
 impl ReplicaRoster {
@@ -148,7 +135,7 @@ impl HolderReply {
     }
 
     /// All sources of the roster.
-    pub(crate) fn sources(&self) -> impl Iterator<Item = KnownHolder<'_>> {
+    pub fn sources(&self) -> impl Iterator<Item = KnownHolder<'_>> {
         let mut groups: Vec<Option<&HolderGroup>> = vec![None; self.roster.rows.len()];
         for group in self.parts.iter().flat_map(|part| &part.groups) {
             for number in group.members.iter() {
@@ -173,60 +160,21 @@ impl HolderReply {
 
 impl KnownHolder<'_> {
     /// `None`: its generation is with the next page of the roster.
-    pub(crate) fn generation(&self) -> Option<Generation> {
+    #[must_use]
+    pub fn generation(&self) -> Option<Generation> {
         let detail = self.detail.map(|detail| detail.generation);
         detail.or_else(|| Some(self.row.status?.generation))
     }
 
-    pub(crate) fn states(&self) -> Option<Tiers<SourceState>> {
+    #[must_use]
+    pub fn states(&self) -> Option<Tiers<SourceState>> {
         let group = self.group.map(|group| group.states);
         group.or_else(|| Some(self.row.status?.states))
     }
 
-    pub(crate) fn run(&self) -> Tiers<u32> {
-        self.group.map(|group| group.run).unwrap_or_default()
-    }
-
-    fn stated(&self) -> Option<StatedSource> {
-        Some(StatedSource {
-            source: self.row.source.clone(),
-            generation: self.generation()?,
-            applied: self.detail.map(|detail| applied(detail.number)),
-            states: self.states()?,
-            reason: self.row.status.and_then(|status| status.reason),
-            run: self.run(),
-        })
-    }
-}
-
-impl From<&SourceAnswer> for StatedSource {
-    fn from(answer: &SourceAnswer) -> Self {
-        Self {
-            source: answer.source.clone(),
-            generation: answer.generation,
-            applied: Some(applied(answer.number)),
-            states: answer.states,
-            reason: answer.reason,
-            run: answer.run,
-        }
-    }
-}
-
-impl IndexReply {
-    /// What it states of each source that it names, before anything is trusted.
     #[must_use]
-    pub fn stated(&self) -> Vec<StatedSource> {
-        match self {
-            Self::Full(IndexAnswer::Runs { sources, .. }) => {
-                sources.iter().map(StatedSource::from).collect()
-            }
-            Self::Full(IndexAnswer::Behind { .. }) => Vec::new(),
-            Self::Holders(holders) => {
-                let sources = holders.sources();
-                sources.filter_map(|holder| holder.stated()).collect()
-            }
-            Self::Cuts(cuts) => cuts.iter().flat_map(|(_, reply)| reply.stated()).collect(),
-        }
+    pub fn run(&self) -> Tiers<u32> {
+        self.group.map(|group| group.run).unwrap_or_default()
     }
 }
 

@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::sleep;
-use warmroute_proto::Source;
-use warmroute_proto::query::IndexAnswer;
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
+use warmroute_proto::{Generation, RecordNumber, Source, Tiers};
 use warmroute_router::audit::UsageAudit;
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
 use warmroute_router::route::index_view::AnswerPosition;
 use warmroute_router::route::{
-    AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest, SlotEvent, SlotGuard,
-    SlotSink, StatedSource,
+    AdmitError, Admitted, Decision, IndexReply, KnownHolder, Prompt, RouteRequest, SlotEvent,
+    SlotGuard, SlotSink,
 };
 use warmroute_router::shared_core::{MoveSignal, MoveWatch, SharedCore};
 use warmroute_router::sim::EngineRequest;
@@ -34,14 +34,14 @@ const ANSWERS_MAX: usize = 1 << 10;
 const ATTEMPTS_MAX: usize = 3;
 
 /// The decision core, with a record of what it held at each number that it wrote.
-pub(super) struct Books {
+pub(super) struct ObservedCore {
     pub(super) core: Arc<SharedCore>,
     written: Arc<Mutex<Written>>,
     /// Slots that requests hold.
     held: AtomicU64,
 }
 
-impl Books {
+impl ObservedCore {
     pub(super) const fn new(core: Arc<SharedCore>, written: Arc<Mutex<Written>>) -> Self {
         Self {
             core,
@@ -55,7 +55,7 @@ impl Books {
     }
 
     /// Before and after each change: an incarnation begins in between.
-    pub(super) fn write_down(&self) {
+    pub(super) fn record(&self) {
         let core = self.core.core();
         let head = head(&core);
         let router = core.ledger().router();
@@ -64,17 +64,17 @@ impl Books {
     }
 }
 
-impl SlotSink for Books {
+impl SlotSink for ObservedCore {
     fn note(&self, event: SlotEvent) {
-        self.write_down();
+        self.record();
         self.core.note(event);
-        self.write_down();
+        self.record();
     }
 }
 
 /// What the clients of one router's process share.
 pub(super) struct ClientContext {
-    pub(super) books: Arc<Books>,
+    pub(super) observed: Arc<ObservedCore>,
     pub(super) index: IndexClient,
     pub(super) audit: UsageAudit,
     pub(super) outbox: Outbox,
@@ -91,6 +91,19 @@ pub(super) struct ClientRequest {
     pub(super) is_streaming: bool,
     /// Only the decision counts.
     pub(super) is_probe: bool,
+}
+
+/// What an answer states of one source, before anything is trusted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct StatedSource {
+    pub(super) source: Source,
+    pub(super) generation: Generation,
+    /// Number of records of the generation that are applied, if the answer names it.
+    pub(super) applied: Option<u64>,
+    pub(super) states: Tiers<SourceState>,
+    pub(super) reason: Option<UnknownReason>,
+    /// Blocks per tier, also those of a tier whose state gives no credit.
+    pub(super) run: Tiers<u32>,
 }
 
 /// An answer of the index, and what it states.
@@ -137,8 +150,8 @@ pub(super) enum ClientNews {
 
 /// A slot with its guard. A client that leaves drops it.
 struct HeldSlot {
-    guard: Option<SlotGuard<Books>>,
-    books: Arc<Books>,
+    guard: Option<SlotGuard<ObservedCore>>,
+    observed: Arc<ObservedCore>,
     is_leaked: bool,
 }
 
@@ -169,27 +182,27 @@ enum AttemptEnd {
 
 impl HeldSlot {
     fn new(counter: u64, client: &ClientContext) -> Self {
-        let books = Arc::clone(&client.books);
-        books.held.fetch_add(1, Ordering::Relaxed);
+        let observed = Arc::clone(&client.observed);
+        observed.held.fetch_add(1, Ordering::Relaxed);
         Self {
-            guard: Some(SlotGuard::new(Arc::clone(&books), counter)),
-            books,
+            guard: Some(SlotGuard::new(Arc::clone(&observed), counter)),
+            observed,
             is_leaked: client.broken == Some(Breakage::SlotLeaked),
         }
     }
 
-    fn guard(&mut self) -> &mut SlotGuard<Books> {
+    fn guard(&mut self) -> &mut SlotGuard<ObservedCore> {
         self.guard.as_mut().unwrap()
     }
 
-    fn end(mut self, end: impl FnOnce(SlotGuard<Books>)) {
+    fn end(mut self, end: impl FnOnce(SlotGuard<ObservedCore>)) {
         end(self.guard.take().unwrap());
     }
 }
 
 impl Drop for HeldSlot {
     fn drop(&mut self) {
-        self.books.held.fetch_sub(1, Ordering::Relaxed);
+        self.observed.held.fetch_sub(1, Ordering::Relaxed);
         if self.is_leaked {
             std::mem::forget(self.guard.take());
         }
@@ -249,7 +262,7 @@ impl ClientContext {
             && let Some(IndexReply::Full(IndexAnswer::Runs { sources, .. })) = &mut reply
         {
             for source in sources {
-                source.generation = warmroute_proto::Generation(1);
+                source.generation = Generation(1);
                 source.number = None;
             }
         }
@@ -269,9 +282,9 @@ impl ClientContext {
             prompt: &request.prompt,
             exclude: tried,
         };
-        self.books.write_down();
-        let admitted = self.books.core.admit(&ask, reply);
-        self.books.write_down();
+        self.observed.record();
+        let admitted = self.observed.core.admit(&ask, reply);
+        self.observed.record();
         let (Admitted { decision, slot, .. }, watch) = match admitted {
             Ok(admitted) => admitted,
             Err(refusal) => {
@@ -420,9 +433,9 @@ impl ClientContext {
             exclude: &[],
         };
         let slot = attempt.slot.guard.as_ref().map(SlotGuard::counter)?;
-        self.books.write_down();
-        let moved = self.books.core.reconsider(slot, &ask, reply);
-        self.books.write_down();
+        self.observed.record();
+        let moved = self.observed.core.reconsider(slot, &ask, reply);
+        self.observed.record();
         moved
     }
 
@@ -460,13 +473,60 @@ fn stated(reply: &IndexReply) -> Stated {
         IndexReply::Full(IndexAnswer::Behind { .. }) | IndexReply::Cuts(_) => None,
     };
     Stated {
-        sources: reply.stated(),
+        sources: stated_sources(reply),
         form: match reply {
             IndexReply::Holders(_) => AnswerForm::Numbers,
             IndexReply::Full(_) | IndexReply::Cuts(_) => AnswerForm::Names,
         },
         position,
     }
+}
+
+fn stated_sources(reply: &IndexReply) -> Vec<StatedSource> {
+    match reply {
+        IndexReply::Full(IndexAnswer::Runs { sources, .. }) => {
+            sources.iter().map(StatedSource::from).collect()
+        }
+        IndexReply::Full(IndexAnswer::Behind { .. }) => Vec::new(),
+        IndexReply::Holders(holders) => {
+            let sources = holders.sources();
+            sources.filter_map(|holder| named(&holder)).collect()
+        }
+        IndexReply::Cuts(cuts) => {
+            let replies = cuts.iter().map(|(_, reply)| reply);
+            replies.flat_map(stated_sources).collect()
+        }
+    }
+}
+
+/// `None`: its generation is with the next page of the roster.
+fn named(holder: &KnownHolder<'_>) -> Option<StatedSource> {
+    Some(StatedSource {
+        source: holder.row.source.clone(),
+        generation: holder.generation()?,
+        applied: holder.detail.map(|detail| applied(detail.number)),
+        states: holder.states()?,
+        reason: holder.row.status.and_then(|status| status.reason),
+        run: holder.run(),
+    })
+}
+
+impl From<&SourceAnswer> for StatedSource {
+    fn from(answer: &SourceAnswer) -> Self {
+        Self {
+            source: answer.source.clone(),
+            generation: answer.generation,
+            applied: Some(applied(answer.number)),
+            states: answer.states,
+            reason: answer.reason,
+            run: answer.run,
+        }
+    }
+}
+
+/// 0 before the first record of a generation, n + 1 after number n.
+fn applied(number: Option<RecordNumber>) -> u64 {
+    number.map_or(0, |number| number.0 + 1)
 }
 
 /// Pending without a watch.

@@ -65,7 +65,7 @@ impl World {
         let Some(run) = &self.routers[at].run else {
             return Ok(());
         };
-        let core = run.books().core();
+        let core = run.shared_core().core();
         let counts = core.counts();
         let ignored = counts.ignored;
         if (
@@ -88,7 +88,7 @@ impl World {
             ));
         }
         let own = core.digest(run.id).count;
-        if own != run.client.books.held() {
+        if own != run.client.observed.held() {
             return Err(format!("has {own} slots of its own, and other requests"));
         }
         Ok(())
@@ -115,8 +115,8 @@ impl World {
         if run.probed.is_none_or(|probed| probed < since) {
             return Some(format!("does not believe the index: {:?}", run.doubted));
         }
-        let left = run.books().core().counts().open_slots;
-        let loads = run.books().core().loads();
+        let left = run.shared_core().core().counts().open_slots;
+        let loads = run.shared_core().core().loads();
         let bears = |row: &warmroute_router::route::SourceLoad| {
             (row.active_requests, row.prefill_tokens, row.decode_blocks) != (0, 0, 0)
         };
@@ -130,7 +130,7 @@ impl World {
             let Some(peer) = node.run.as_ref().filter(|_| other != at) else {
                 continue;
             };
-            let head = head(&peer.books().core());
+            let head = head(&peer.shared_core().core());
             let view = status.replicas.iter().find(|view| view.router == peer.id);
             let is_level = view.is_some_and(|view| {
                 view.standing == ViewStatus::Following

@@ -19,14 +19,14 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::roster::{HolderAnswer, HolderPart, HolderQuery, RosterPage, RosterRow};
 use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed, Source, Tier, Tiers, codec};
+use warmroute_router::route::Prompt;
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
-use warmroute_router::route::{Prompt, StatedSource};
 use warmroute_router::sim::EngineRequest;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::World;
-use super::client::{AnswerForm, ClientNews, ClientRequest, Decided};
+use super::client::{AnswerForm, ClientNews, ClientRequest, Decided, StatedSource};
 use super::host::{Event, Input, Kind, Timer};
 use super::life::draw_request;
 use super::plane::At;
@@ -446,7 +446,12 @@ impl World {
         let believed = self.believed(at, run, decided);
         let prompt = &decided.request.prompt;
         for terms in &decision.weighed {
-            let source = run.books().core().source(terms.source).unwrap().clone();
+            let source = run
+                .shared_core()
+                .core()
+                .source(terms.source)
+                .unwrap()
+                .clone();
             let mut by_index = terms.overlap;
             by_index.gpu -= terms.reported_blocks;
             let has_credit = by_index != Tiers::default();
@@ -557,7 +562,7 @@ impl World {
         } = decided;
         let parts = &stated.sources;
         let is_well = |terms: &warmroute_router::route::Terms| {
-            let source = run.books().core().source(terms.source).cloned();
+            let source = run.shared_core().core().source(terms.source).cloned();
             let part = parts
                 .iter()
                 .find(|part| Some(&part.source) == source.as_ref());

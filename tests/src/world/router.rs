@@ -23,7 +23,7 @@ use warmroute_router::replication::{Replication, ReplicationHandle};
 use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy};
 use warmroute_router::shared_core::SharedCore;
 
-use super::client::{Books, ClientContext};
+use super::client::{ClientContext, ObservedCore};
 use super::engine::EngineNode;
 use super::host::{Event, Http, Input, ProcessId, Timer};
 use super::plane::{At, Changed};
@@ -74,8 +74,8 @@ impl RouterRun {
         self.ready.load(Ordering::Relaxed)
     }
 
-    pub(super) fn books(&self) -> &SharedCore {
-        &self.client.books.core
+    pub(super) fn shared_core(&self) -> &SharedCore {
+        &self.client.observed.core
     }
 }
 
@@ -102,7 +102,7 @@ impl World {
             seed: self.rng.u64(..),
         }));
         let written = Arc::clone(&self.checks.routers.written);
-        let books = Arc::new(Books::new(Arc::clone(&core), written));
+        let observed = Arc::new(ObservedCore::new(Arc::clone(&core), written));
         let ready = Arc::<AtomicBool>::default();
         let (latch, subjects, broken) = (ready.clone(), self.subjects.clone(), self.broken);
         let mut made = None;
@@ -112,7 +112,7 @@ impl World {
             let clock = core.clone();
             let (replication, handle) = Replication::new(id, core, plane, subjects);
             let client = ClientContext {
-                books,
+                observed,
                 index: index.clone(),
                 audit,
                 outbox,
@@ -195,8 +195,8 @@ impl World {
         let Some(run) = &mut self.routers[at].run else {
             return;
         };
-        run.client.books.write_down();
-        let audit = run.books().core().counts().audit;
+        run.client.observed.record();
+        let audit = run.shared_core().core().counts().audit;
         self.checks.routers.rechecks += audit.cleared - run.cleared;
         run.cleared = audit.cleared;
         if audit.strikes > 0 {
@@ -381,7 +381,7 @@ fn tell_core(run: &mut RouterRun) {
         .values()
         .map(|member| member.entry.clone())
         .collect();
-    let mut core = run.books().core();
+    let mut core = run.shared_core().core();
     core.set_workers(&entries);
     for member in run.fleet.values() {
         let health = match member.health {
