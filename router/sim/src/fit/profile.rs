@@ -136,6 +136,19 @@ mod tests {
         assert_eq!(timing, known);
     }
 
+    /// A profile without the coefficient is one whose steps do not grow with contexts.
+    #[test]
+    fn the_time_of_a_context_token_is_read() {
+        let text = TEXT.replace("}", ", \"step_ms_per_context_token\": 0.000045}");
+        let profile = EngineProfile::parse(&text).unwrap();
+        let each = |profile: &EngineProfile| profile.timing().itl_per_context_token;
+        assert_eq!(each(&profile), Duration::from_nanos(45));
+        assert_eq!(each(&EngineProfile::parse(TEXT).unwrap()), Duration::ZERO);
+        let negative = text.replace("0.000045", "-1");
+        let error = EngineProfile::parse(&negative).unwrap_err().to_string();
+        assert!(error.contains("step_ms_per_context_token -1"), "{error}");
+    }
+
     #[test]
     fn an_impossible_profile_is_refused() {
         for (from, to, says) in [
