@@ -186,9 +186,14 @@ fn skipped_generation_fence_is_found() {
     broken_rule_is_found(Breakage::NoFence);
 }
 
-/// Where a generation is given again, only digests differ.
 #[test]
 fn missing_digest_check_is_found() {
+    broken_rule_is_found(Breakage::NoDigest);
+}
+
+/// Only digests differ there.
+#[test]
+fn missing_digest_check_is_found_where_a_generation_is_given_twice() {
     let plan = |seed| Plan {
         broken: Some(Breakage::NoDigest),
         ..scripted(seed, None, GENERATION_GIVEN_TWICE)
