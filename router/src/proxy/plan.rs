@@ -313,7 +313,9 @@ impl PlanEncoding {
             Err(TextEncodeError::TooManyTokens | TextEncodeError::LongText) => {
                 return Some(self.end(inputs, Err(TOO_LARGE)));
             }
-            Err(TextEncodeError::Failed(_) | TextEncodeError::LongWord) => {
+            Err(
+                TextEncodeError::Failed(_) | TextEncodeError::LongWord | TextEncodeError::LongPart,
+            ) => {
                 return Some(self.end(inputs, Err("tokenizer_failed")));
             }
         }

@@ -308,7 +308,12 @@ impl SegmentStep<'_> {
             self.own.lead(rest, place)
         });
         let length = segment_length(self.own, rest, self.cuts);
-        piece.at += self.encode(&rest[..length], lead)?;
+        let encoded = self.encode(&rest[..length], lead)?;
+        // A step that encoded nothing would be repeated without end.
+        if encoded == 0 {
+            return Err(TextEncodeError::LongPart);
+        }
+        piece.at += encoded;
         piece.lead = Some(SegmentLead::None);
         Ok(())
     }

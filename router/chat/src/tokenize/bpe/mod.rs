@@ -19,6 +19,7 @@ use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization as _, 
 
 use super::TextEncodeError;
 use merge::{MergeScratch, MergeTable, pair_of};
+pub(super) use split::UNMATCHED_BYTES_MAX;
 use split::{PatternSplitter, WordSpan};
 use word_cache::WordCache;
 
@@ -257,7 +258,8 @@ impl BpeEncoder {
         let mut encoded = segment.len();
         let text = match &self.words {
             WordRule::Pattern(splitter) => {
-                encoded = splitter.split(segment.as_bytes(), until, words);
+                let split = splitter.split(segment.as_bytes(), until, words);
+                encoded = split.ok_or(TextEncodeError::LongPart)?;
                 segment
             }
             WordRule::Blanks { boundary, .. } => {

@@ -15,6 +15,10 @@ use super::pattern::{self, Node, Presence};
 /// The pattern of `ByteLevel` with `use_regex`.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
+/// The first of several patterns leaves at most so much of a text unmatched before the end of a
+/// step: it bounds a step's time and words.
+pub(in crate::tokenize) const UNMATCHED_BYTES_MAX: usize = 512 << 10;
+
 /// Several patterns, each applied to the pieces of the one before.
 #[derive(Debug)]
 pub(super) struct PatternSplitter {
@@ -90,14 +94,24 @@ impl PatternSplitter {
     }
 
     /// Appends the words of a text, up to the first match of the first pattern that ends at `until`
-    /// or later. Returns its end: as matching has no lookbehind, the rest has the words of a text of
-    /// its own.
-    pub(super) fn split(&self, text: &[u8], until: usize, words: &mut Vec<WordSpan>) -> usize {
+    /// or later. Returns its end, which is above 0 for a text and `until` above 0: as matching has no
+    /// lookbehind, the rest has the words of a text of its own. `None`: the first pattern does not
+    /// match for too long.
+    pub(super) fn split(
+        &self,
+        text: &[u8],
+        until: usize,
+        words: &mut Vec<WordSpan>,
+    ) -> Option<usize> {
         let (first, mut at) = (&self.stages[0], 0);
         let mut unmatched = 0;
-        while at < until
+        // Only a match ends a part: a later pattern may match across `until`.
+        while unmatched < until
             && let Some((class, length)) = self.classes.at(text, at)
         {
+            if at - unmatched > UNMATCHED_BYTES_MAX {
+                return None;
+            }
             match first.match_at(&self.classes, text, at, class) {
                 Some(end) => {
                     self.split_stage(1, text, unmatched..at, words);
@@ -111,7 +125,7 @@ impl PatternSplitter {
             self.split_stage(1, text, unmatched..text.len(), words);
             unmatched = text.len();
         }
-        unmatched
+        Some(unmatched)
     }
 
     fn split_stage(

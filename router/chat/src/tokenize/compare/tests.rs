@@ -142,6 +142,41 @@ fn a_hundred_thousand_texts_have_the_references_ids() {
     compare_families(100_000, 7);
 }
 
+/// Texts without a place to be cut near are encoded in parts; where the first of several patterns
+/// matches nothing for long, a part may grow.
+#[test]
+fn long_texts_without_seams_have_the_references_ids() {
+    const BYTES: usize = 80 << 10;
+    for (name, tokenizer) in families() {
+        for unit in ["a", " ", "-", "1a", "中a", "中1", "aB'"] {
+            for text in [
+                unit.repeat(BYTES / unit.len()),
+                format!("1{}1 a", unit.repeat(BYTES / unit.len())),
+            ] {
+                match tokenizer.encode(&text, SpecialTokens::Omit) {
+                    Err(TextEncodeError::LongWord) => {}
+                    ids => {
+                        let expected = expected(&tokenizer, &text, SpecialTokens::Omit);
+                        assert_eq!(ids, Ok(expected), "{name} {unit:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// DeepSeek's first pattern matches digits only.
+#[test]
+fn a_part_that_the_first_pattern_does_not_match_is_bounded() {
+    let (name, tokenizer) = families().swap_remove(6);
+    assert_eq!(name, "deepseek");
+    for (kib, expected) in [(400, Ok(())), (700, Err(TextEncodeError::LongPart))] {
+        let text = "中a".repeat((kib << 10) / 4);
+        let ids = tokenizer.encode(&text, SpecialTokens::Omit);
+        assert_eq!(ids.map(drop), expected, "{kib} KiB");
+    }
+}
+
 fn compare_characters(codes: std::ops::Range<u32>) {
     for (name, tokenizer) in families() {
         let mut chars = codes.clone().filter_map(char::from_u32).peekable();
