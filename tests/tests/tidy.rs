@@ -552,6 +552,36 @@ fn code_map_is_complete() {
     none(&faults);
 }
 
+/// `crate::module` and `folder/module` in the architecture's text exist.
+#[test]
+fn architecture_names_modules_that_exist() {
+    let map = fs::read_to_string(root().join("docs/ARCHITECTURE.md")).unwrap();
+    let sources = sources();
+    let exists = |place: &str| {
+        let is_there = |rest: &str| rest.starts_with(['/', '.']);
+        let mut sources = sources.iter();
+        sources.any(|source| source.path.split(place).skip(1).any(is_there))
+    };
+    let is_name = |text: &str| {
+        let is_name_char = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        !text.is_empty() && text.chars().all(is_name_char)
+    };
+    let mut faults = Vec::new();
+    for name in map.split('`').skip(1).step_by(2) {
+        let module = name.split_once("::").map(|parts| (parts, "/src/"));
+        let module = module.or_else(|| Some((name.split_once('/')?, "/")));
+        if let Some(((first, second), between)) = module
+            && is_name(first)
+            && is_name(second)
+            && !exists(&format!("{first}{between}{second}"))
+            && !exists(&format!("{first}/{second}"))
+        {
+            faults.push(format!("{name} does not exist"));
+        }
+    }
+    none(&faults);
+}
+
 /// Where a binary names its metrics, without the prefix that is theirs.
 const METRICS: [(&str, &[&str]); 5] = [
     (
