@@ -14,9 +14,9 @@ use super::slots::SlotKey;
 use super::source_table::{PerSource, SourceId};
 use super::ttft::TtftModel;
 
-/// How often what was learned of an unused source fades, and how much of it stays: half in 10 s.
+/// How often what was learned of an unused source fades, and how much of it stays: half in 7 s.
 const FADE_EVERY: Duration = Duration::from_secs(5);
-const FADE_KEEP: f64 = 0.707;
+const FADE_KEEP: f64 = 0.6;
 
 /// Longer than the delay between routers of one site. With longer times, requests that did not cross
 /// count too, and the learned speeds become wrong.

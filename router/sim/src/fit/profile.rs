@@ -121,7 +121,8 @@ mod tests {
     use super::*;
 
     const TEXT: &str = r#"{"prefill_tokens_per_sec": 20000, "step_ms": 7,
-        "step_ms_per_sequence": 0.06, "step_overhead_ms": 1}"#;
+        "step_ms_per_sequence": 0.015, "step_ms_per_context_token": 0.000045,
+        "step_overhead_ms": 1}"#;
 
     #[test]
     fn a_profile_is_read_as_it_is_written() {
@@ -138,26 +139,22 @@ mod tests {
 
     /// A profile without the coefficient is one whose steps do not grow with contexts.
     #[test]
-    fn the_time_of_a_context_token_is_read() {
-        let text = TEXT.replace("}", ", \"step_ms_per_context_token\": 0.000045}");
-        let profile = EngineProfile::parse(&text).unwrap();
-        let each = |profile: &EngineProfile| profile.timing().itl_per_context_token;
-        assert_eq!(each(&profile), Duration::from_nanos(45));
-        assert_eq!(each(&EngineProfile::parse(TEXT).unwrap()), Duration::ZERO);
-        let negative = text.replace("0.000045", "-1");
-        let error = EngineProfile::parse(&negative).unwrap_err().to_string();
-        assert!(error.contains("step_ms_per_context_token -1"), "{error}");
+    fn a_profile_without_the_time_of_a_context_token_has_none() {
+        let text = TEXT.replace("\"step_ms_per_context_token\": 0.000045,", "");
+        let timing = EngineProfile::parse(&text).unwrap().timing();
+        assert_eq!(timing.itl_per_context_token, Duration::ZERO);
     }
 
     #[test]
     fn an_impossible_profile_is_refused() {
         for (from, to, says) in [
             ("20000", "0", "prefill_tokens_per_sec 0 is not between 1"),
-            ("0.06", "-1", "step_ms_per_sequence -1 is not between 0"),
+            ("0.015", "-1", "step_ms_per_sequence -1 is not between 0"),
+            ("0.000045", "-1", "step_ms_per_context_token -1"),
             ("7,", "70000,", "step_ms 70000 is not"),
             ("7,", "7,\n\"speed\": 1,", "unknown field `speed`"),
             ("7,", "7,\n,", "line 2"),
-            ("0.06", "\"x\"", "line 2 column"),
+            ("0.015", "\"x\"", "line 2 column"),
         ] {
             let error = EngineProfile::parse(&TEXT.replace(from, to)).unwrap_err();
             assert!(error.to_string().contains(says), "{error}");

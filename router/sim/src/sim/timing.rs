@@ -14,8 +14,7 @@ pub struct TimingProfile {
     pub itl: Duration,
     /// Additional step time per further decoding sequence.
     pub itl_per_sequence: Duration,
-    /// Additional step time per token of all decoding sequences' contexts. The profiles below stand
-    /// for contexts of a typical length and have none.
+    /// Additional step time per token of all decoding sequences' contexts.
     pub itl_per_context_token: Duration,
     /// Step time of any step.
     pub step_overhead: Duration,
@@ -62,8 +61,8 @@ impl TimingProfile {
     pub const GPU_8B: Self = Self {
         prefill_tokens_per_sec: 20_000.0,
         itl: Duration::from_micros(7_000),
-        itl_per_sequence: Duration::from_micros(60),
-        itl_per_context_token: Duration::ZERO,
+        itl_per_sequence: Duration::from_micros(15),
+        itl_per_context_token: Duration::from_nanos(45),
         step_overhead: Duration::from_micros(1_000),
         load_tokens_per_sec: 150_000.0,
         async_scheduling: false,
@@ -74,8 +73,8 @@ impl TimingProfile {
     pub const GPU_70B: Self = Self {
         prefill_tokens_per_sec: 7_000.0,
         itl: Duration::from_micros(18_000),
-        itl_per_sequence: Duration::from_micros(150),
-        itl_per_context_token: Duration::ZERO,
+        itl_per_sequence: Duration::from_micros(120),
+        itl_per_context_token: Duration::from_nanos(30),
         step_overhead: Duration::from_micros(1_500),
         load_tokens_per_sec: 80_000.0,
         async_scheduling: false,
@@ -86,8 +85,8 @@ impl TimingProfile {
     pub const FAST: Self = Self {
         prefill_tokens_per_sec: 200_000.0,
         itl: Duration::from_micros(1_000),
-        itl_per_sequence: Duration::from_micros(5),
-        itl_per_context_token: Duration::ZERO,
+        itl_per_sequence: Duration::from_micros(2),
+        itl_per_context_token: Duration::from_nanos(5),
         step_overhead: Duration::from_micros(100),
         load_tokens_per_sec: 1_500_000.0,
         async_scheduling: false,
