@@ -9,7 +9,7 @@ use bytes::Bytes;
 use warmroute_indexer::Handle;
 use warmroute_indexer::fold::RecordVerdict;
 use warmroute_indexer::snapshot::Restored;
-use warmroute_plane::LogMessage;
+use warmroute_plane::{LogMessage, Revision};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason};
 use warmroute_proto::view::SourceView;
@@ -47,7 +47,7 @@ const HEALED_WITHIN: Duration = Duration::from_secs(90);
 const STAYS: Duration = Duration::from_secs(4);
 /// A registration that came or went is seen by an undisturbed indexer within this time: a call from
 /// before may take its 5 s to fail, and the session after it as long to begin.
-const SEEN_WITHIN: Duration = Duration::from_secs(10);
+pub(super) const SEEN_WITHIN: Duration = Duration::from_secs(10);
 /// So long after the storm no renewal of the storm is on its way.
 const LEASES_SETTLE: Duration = Duration::from_secs(9);
 /// An engine whose history cannot be known any more is emptied after this time.
@@ -81,8 +81,10 @@ struct Healed {
 pub(super) struct RegistryChecks {
     /// The last writer of each leased key.
     pub(super) lease_writers: BTreeMap<String, ProcessId>,
-    /// When each worker's registration was last written or removed, and which of both.
+    /// When each key was last created or removed, and which of both.
     pub(super) registered: BTreeMap<String, (At, bool)>,
+    /// The revision that created each key.
+    pub(super) created: BTreeMap<String, Revision>,
 }
 
 /// What was seen of the routers.

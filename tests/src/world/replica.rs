@@ -7,6 +7,8 @@ use warmroute_proto::{Generation, RecordNumber, RouterId};
 use warmroute_router::sync::{ReplicaStatus, StatusDetail, ViewStatus, head};
 
 use super::World;
+use super::check::SEEN_WITHIN;
+use super::host::Kind;
 use super::plane::At;
 
 /// No test has so many concurrent requests: a count below zero looks like more.
@@ -31,12 +33,16 @@ impl World {
         status?
     }
 
-    /// A view at a number is what its router held when it wrote that number; nothing is below zero.
+    /// A view at a number is what its router held when it wrote that number, and one of a dead router
+    /// is empty; nothing is below zero.
     pub(super) fn check_replica(&mut self, at: usize) -> Result<(), String> {
         let Some(snapshot) = self.replica_status(at) else {
             return Ok(());
         };
         for view in &snapshot.replicas {
+            if view.standing == ViewStatus::Dead && view.digest.active_requests > 0 {
+                return Err(format!("holds requests of a dead router: {view:?}"));
+            }
             let Some(incarnation) = view.incarnation else {
                 continue;
             };
@@ -94,6 +100,28 @@ impl World {
         Ok(())
     }
 
+    /// A router queries no replica that the registry has not listed for long.
+    pub(super) fn check_asked(&mut self, from: usize, subject: &str) {
+        let host = &self.hosts[from];
+        let is_lossy = self.rates.call_lost > 0 || self.rates.late > 0 || self.was_late;
+        let undisturbed = host.disturbed_at.max(host.stalled_until);
+        let is_router = matches!(host.kind, Kind::Router(_));
+        if !is_router || host.is_cut || is_lossy || undisturbed + SEEN_WITHIN > self.now {
+            return;
+        }
+        let mut keys = self.checks.registry.registered.iter();
+        let is_it = |key: &str| {
+            let indexer = self.subjects.key_indexer(key);
+            indexer.is_some_and(|id| self.subjects.query_at(&id) == subject)
+        };
+        let long_gone = keys
+            .find(|(key, (at, is_there))| !is_there && *at + SEEN_WITHIN < self.now && is_it(key));
+        if let Some((key, (at, _))) = long_gone {
+            let why = format!("host {from} queries {key}, which is gone since {at:?}");
+            self.fail(why);
+        }
+    }
+
     // --- in the end
 
     /// What is not right yet with the routers.
@@ -122,6 +150,15 @@ impl World {
         };
         if left > 0 || !run.clients.is_empty() || loads.iter().any(bears) {
             return Some(format!("has {left} slots left: {loads:?}"));
+        }
+        let created = &self.checks.registry.created;
+        let taken = created.get(&self.subjects.router_key(run.id));
+        let taken = taken.map(|revision| Generation(revision.0));
+        if status.incarnation < taken {
+            let incarnation = status.incarnation;
+            return Some(format!(
+                "has {incarnation:?} of a lease before its own of {taken:?}"
+            ));
         }
         if status.is_deaf {
             return Some("is deaf".to_owned());

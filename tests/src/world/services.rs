@@ -43,6 +43,7 @@ impl World {
             running.is_some_and(|running| running.streams.server(&subject).is_some())
         };
         let servers: Vec<usize> = (0..self.hosts.len()).filter(serves).collect();
+        self.check_asked(from, &subject);
         if self.hosts[from].is_cut || self.strikes(self.rates.call_lost) {
             self.plane.requests.lost.push(request.reply);
             return;

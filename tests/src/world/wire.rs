@@ -372,6 +372,10 @@ impl World {
                     .registry
                     .registered
                     .insert(key.clone(), presence);
+                if let Some(entry) = &entry {
+                    let created = &mut self.checks.registry.created;
+                    created.insert(key.clone(), entry.revision);
+                }
             }
             for host in 0..self.hosts.len() {
                 let Some(running) = self.hosts[host].running.as_ref() else {
