@@ -186,14 +186,9 @@ fn skipped_generation_fence_is_found() {
     broken_rule_is_found(Breakage::NoFence);
 }
 
+/// Where a generation is given again, only digests differ.
 #[test]
 fn missing_digest_check_is_found() {
-    broken_rule_is_found(Breakage::NoDigest);
-}
-
-/// Only digests differ there.
-#[test]
-fn missing_digest_check_is_found_where_a_generation_is_given_twice() {
     let plan = |seed| Plan {
         broken: Some(Breakage::NoDigest),
         ..scripted(seed, None, GENERATION_GIVEN_TWICE)
@@ -379,6 +374,8 @@ fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
 /// A machine dies, and another worker's shim sends messages in its name.
 #[test]
 fn heartbeats_of_the_dead_on_a_foreign_subject_prove_nothing() {
+    // The broken rule shows in one world of fifteen.
+    const WORLDS: u64 = 60;
     let mut faults = vec![(0, MachineDown(0))];
     faults.extend((1..28).map(|half| (500 * half, ForeignHeartbeat(0))));
     let plans = |broken: Option<Breakage>| -> Vec<Plan> {
@@ -388,7 +385,7 @@ fn heartbeats_of_the_dead_on_a_foreign_subject_prove_nothing() {
             is_calm: true,
             ..Plan::of(seed)
         };
-        (0..2 * WORLDS).map(plan).collect()
+        (0..WORLDS).map(plan).collect()
     };
     let bound = plans(None);
     if let Some((at, outcome)) = first_broken(&bound) {
