@@ -374,8 +374,6 @@ fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
 /// A machine dies, and another worker's shim sends messages in its name.
 #[test]
 fn heartbeats_of_the_dead_on_a_foreign_subject_prove_nothing() {
-    // The broken rule shows in one world of fifteen.
-    const WORLDS: u64 = 60;
     let mut faults = vec![(0, MachineDown(0))];
     faults.extend((1..28).map(|half| (500 * half, ForeignHeartbeat(0))));
     let plans = |broken: Option<Breakage>| -> Vec<Plan> {
@@ -385,7 +383,7 @@ fn heartbeats_of_the_dead_on_a_foreign_subject_prove_nothing() {
             is_calm: true,
             ..Plan::of(seed)
         };
-        (0..WORLDS).map(plan).collect()
+        (0..2 * WORLDS).map(plan).collect()
     };
     let bound = plans(None);
     if let Some((at, outcome)) = first_broken(&bound) {

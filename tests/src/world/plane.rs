@@ -170,7 +170,7 @@ impl Log {
         self.messages.get_mut(usize::try_from(index).ok()?)
     }
 
-    fn last_on(&self, subject: &str) -> Option<&LogMessage> {
+    pub(super) fn last_on(&self, subject: &str) -> Option<&LogMessage> {
         let mut newest_first = self.messages.iter().rev();
         newest_first.find(|message| message.subject == subject)
     }

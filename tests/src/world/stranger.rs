@@ -11,7 +11,7 @@ use super::World;
 use super::host::Input;
 
 impl World {
-    /// The worker's last heartbeat again, with the present time, on the subject of another one.
+    /// A heartbeat in the worker's name, on the subject of another one.
     pub(super) fn speak_for_another(&mut self, worker: usize) -> bool {
         let Some(last) = self.last_heartbeat(worker) else {
             return false;
@@ -62,12 +62,19 @@ impl World {
         true
     }
 
+    /// The worker's last heartbeat, of the state that the log has of it.
     fn last_heartbeat(&self, worker: usize) -> Option<Heartbeat> {
-        let last = self.vouched.last.get(&self.engines[worker].source)?;
-        Some(Heartbeat {
-            sent_at: None,
-            ..last.clone()
-        })
+        let source = &self.engines[worker].source;
+        let mut last = self.vouched.last.get(source)?.clone();
+        let stored = self.plane.log.last_on(&self.subjects.records(source));
+        let record = stored.and_then(|message| codec::decode::<Record>(&message.payload).ok());
+        if let Some(record) = record.filter(|record| record.generation == last.generation) {
+            last.number = Some(record.number);
+            last.engine_seq = record.engine_seq;
+            last.after = record.after;
+        }
+        last.sent_at = None;
+        Some(last)
     }
 
     fn say(&mut self, to: &Source, heartbeat: &Heartbeat) {
