@@ -66,7 +66,7 @@ pub enum TextEncodeError {
     Failed(String),
     #[error("a word of the text is longer than {max} bytes", max = bpe::WORD_BYTES_MAX)]
     LongWord,
-    #[error("no words end in a part of the text of {max} bytes", max = bpe::UNMATCHED_BYTES_MAX)]
+    #[error("the first split pattern matches nothing in {max} bytes", max = bpe::UNMATCHED_BYTES_MAX)]
     LongPart,
     #[error("the text is longer than {REFERENCE_BYTES_MAX} bytes")]
     LongText,

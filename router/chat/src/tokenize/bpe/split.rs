@@ -15,8 +15,8 @@ use super::pattern::{self, Node, Presence};
 /// The pattern of `ByteLevel` with `use_regex`.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// The first of several patterns leaves at most so much of a text unmatched before the end of a
-/// step: it bounds a step's time and words.
+/// A text is refused in which the first pattern matches nothing for longer: a step cannot end there,
+/// so that this bounds its time, and the words that it holds.
 pub(in crate::tokenize) const UNMATCHED_BYTES_MAX: usize = 512 << 10;
 
 /// Several patterns, each applied to the pieces of the one before.
