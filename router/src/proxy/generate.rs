@@ -8,7 +8,8 @@ use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use axum::response::Response;
 use futures_util::future::join_all;
-use tokio::time::Instant;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout};
 use warmroute_process::access::keys::KeyId;
 use warmroute_proto::WorkerId;
 
@@ -17,7 +18,7 @@ use super::body::BufferedBody;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
-use super::plan::{AnswerModels, Plan, PlanInputs, TextSample, TextSampling, plan};
+use super::plan::{AnswerModels, Plan, PlanInputs, PromptWork, TextSample, TextSampling, plan};
 use super::prompt_jobs::{CompareJob, PlanJob};
 use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, OnBeginning, respond};
@@ -240,6 +241,7 @@ impl App {
             answer_models: self.answer_models(tenant.map(|tenant| tenant.name())),
             tenant: tenant.cloned(),
             now: civil_now(),
+            work: PromptWork::Tokenize,
             prompt_bytes_max: settings.max_prompt_bytes(),
             sampling: if number.is_multiple_of(COMPARED_ONE_IN) {
                 TextSampling::Keep
@@ -259,13 +261,36 @@ impl App {
         let planned = if body.bytes.len() <= inline_max {
             plan(route, &body.bytes, &inputs)
         } else {
-            let (job, planned) = PlanJob::new(route, body.clone(), inputs, self.bodies.clone());
-            self.prompts.submit(Box::new(job));
-            let ended = ProxyError::Internal("preparing the prompt failed");
-            planned.await.unwrap_or(Err(ended))
+            self.plan_large(route, body, inputs).await
         };
         self.metrics.step(DecisionStep::Read, started.elapsed());
         planned
+    }
+
+    /// The plan by a prompt thread. One that takes too long is made without the prompt's tokens, so
+    /// that slow work on prompts delays no request for longer.
+    async fn plan_large(
+        &self,
+        route: openai::PromptRoute,
+        body: &BufferedBody,
+        inputs: PlanInputs,
+    ) -> Result<Plan, ProxyError> {
+        let without_tokens = PlanInputs {
+            work: PromptWork::Skip,
+            ..inputs.clone()
+        };
+        let (job, planned) = PlanJob::new(route, body.clone(), inputs, self.bodies.clone());
+        self.prompts.submit(Box::new(job));
+        let planned = match timeout(self.settings.current().prompt_timeout(), planned).await {
+            Ok(planned) => planned.ok(),
+            Err(_) => {
+                let body = body.clone();
+                let plan = spawn_blocking(move || plan(route, &body.bytes, &without_tokens));
+                plan.await.ok()
+            }
+        };
+        let ended = ProxyError::Internal("preparing the prompt failed");
+        planned.unwrap_or(Err(ended))
     }
 
     /// Compares the two encoders in the background.

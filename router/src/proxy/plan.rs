@@ -67,12 +67,21 @@ pub(super) struct PlanInputs {
     pub tenant: Option<Arc<TenantVisit>>,
     /// For chat templates with a date.
     pub now: CivilTime,
+    pub work: PromptWork,
     /// Larger prompts are not tokenized.
     pub prompt_bytes_max: usize,
     pub sampling: TextSampling,
     pub resume: ResumeRule,
     pub completion_prompts: CompletionPrompts,
     pub multimodal: MultimodalRule,
+}
+
+/// What a plan does with the prompt of a policy that reads the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PromptWork {
+    Tokenize,
+    /// The prompt took too long: it is known by its text only.
+    Skip,
 }
 
 /// Whether a plan keeps a text for a comparison of the two encoders.
@@ -123,6 +132,7 @@ pub(super) struct Plan {
 pub(super) type Unhashed = &'static str;
 
 const TOO_LARGE: Unhashed = "prompt_too_large";
+const TOO_SLOW: Unhashed = "prompt_timeout";
 pub(super) const NO_MEMORY: Unhashed = "prompt_memory";
 pub(super) const TRUNCATED: Unhashed = "truncated";
 pub(super) const NO_BLOCK_SIZE: Unhashed = "no_block_size";
@@ -522,6 +532,9 @@ fn token_source(
     }
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
+    }
+    if inputs.work == PromptWork::Skip {
+        return Err(TOO_SLOW);
     }
     let bytes_max = |tokenizer: &Tokenizer| {
         let by_model = model.max_model_len.zip(tokenizer.token_bytes_max());

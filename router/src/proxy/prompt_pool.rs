@@ -20,7 +20,7 @@ const SHORT_BYTES_MAX: usize = 256 << 10;
 /// A job is due this much later for each 64 KiB that it has left: about the time that they take.
 const DELAY_OF_64_KIB: Duration = Duration::from_millis(2);
 
-const THREADS_MAX: usize = 8;
+pub(super) const THREADS_MAX: usize = 8;
 
 /// Work in steps of a few milliseconds. Dropped when it is done.
 pub(super) trait PromptJob: Send {

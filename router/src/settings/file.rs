@@ -36,7 +36,7 @@ const RECORDING_BYTES_MIN: u64 = 1 << 20;
 const TIMEOUT_SECS_MAX: u32 = 86_400;
 
 /// One minute.
-const CONNECT_TIMEOUT_MS_MAX: u32 = 60_000;
+const TIMEOUT_MS_MAX: u32 = 60_000;
 
 /// A bound below the mean load leaves requests without a worker.
 const LOAD_PERCENT_MIN: u32 = 100;
@@ -53,7 +53,7 @@ pub struct Settings {
     pub(crate) cors_origins: BTreeSet<WebOrigin>,
     pub(crate) extra_routes: BTreeSet<RoutePath>,
     pub(crate) completion_prompts: CompletionPrompts,
-    connect_timeout_ms: Ranged<1, CONNECT_TIMEOUT_MS_MAX>,
+    connect_timeout_ms: Ranged<1, TIMEOUT_MS_MAX>,
     drain_timeout_secs: Seconds,
     engine_wait_timeout_secs: Seconds,
     first_token_timeout_secs: Seconds,
@@ -64,6 +64,7 @@ pub struct Settings {
     models_dir: PathBuf,
     pub(crate) multimodal: MultimodalRule,
     prefix_hash_load_percent: Ranged<LOAD_PERCENT_MIN, { u32::MAX }>,
+    prompt_timeout_ms: Ranged<1, TIMEOUT_MS_MAX>,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
     /// 0: as many as the machine's processors suggest.
@@ -97,6 +98,7 @@ impl Default for Settings {
             models_dir: PathBuf::new(),
             multimodal: MultimodalRule::Load,
             prefix_hash_load_percent: Ranged(125),
+            prompt_timeout_ms: Ranged(5000),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
             request_threads: Ranged(0),
@@ -298,6 +300,7 @@ impl Settings {
             max_prompt_bytes: self.max_prompt_bytes,
             models: self.models.without_paths(),
             multimodal: self.multimodal,
+            prompt_timeout_ms: self.prompt_timeout_ms,
             resume_streams: self.resume_streams,
             tenants: tenants.into(),
             engines: self.engines.without_files(),
@@ -361,6 +364,11 @@ impl Settings {
     /// Bytes of the largest prompt that is tokenized.
     pub(crate) const fn max_prompt_bytes(&self) -> usize {
         self.max_prompt_bytes
+    }
+
+    /// Longest time to prepare a prompt; then the request is routed by load.
+    pub(crate) const fn prompt_timeout(&self) -> Duration {
+        Duration::from_millis(self.prompt_timeout_ms.0 as u64)
     }
 
     /// Bytes of all tokenizers that are loaded, each as a `tokenizer.json`.

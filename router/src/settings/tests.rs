@@ -26,6 +26,7 @@ fn each_key_sets_its_value() {
         half_closed_clients = "serve"
         max_prompt_bytes = 7
         prefix_hash_load_percent = 150
+        prompt_timeout_ms = 100
         recording_dir = "/var/lib/recordings"
         recording_max_bytes = 1048576
         request_threads = 12
@@ -46,6 +47,7 @@ fn each_key_sets_its_value() {
     );
     assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
     assert_eq!(settings.max_prompt_bytes(), 7);
+    assert_eq!(settings.prompt_timeout(), Duration::from_millis(100));
     assert_eq!(settings.prefix_hash_load_percent(), 150);
     assert_eq!(settings.request_threads().map(usize::from), Some(12));
     let rule = RecordingRule {

@@ -80,6 +80,7 @@ fn inputs() -> PlanInputs {
         answer_models: Arc::new(|_| None),
         tenant: None,
         now: CivilTime::from_unix(0),
+        work: PromptWork::Tokenize,
         prompt_bytes_max: 1 << 20,
         sampling: TextSampling::Discard,
         resume: ResumeRule::Off,

@@ -2,13 +2,16 @@
 //!
 //! Slow heads and bodies, too many headers and deep JSON are in the tests of their modules.
 
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::super::prompt_pool::{PromptJob, THREADS_MAX as PROMPT_THREADS_MAX};
 use super::*;
+use crate::tokenize::TaskState;
 
 /// Bytes that the sockets and the router may hold of an answer that its client does not read.
 const HELD_BYTES_MAX: usize = 32 << 20;
@@ -187,5 +190,48 @@ async fn an_endless_line_is_not_buffered() {
         read += response.chunk().await.unwrap().unwrap().len();
     }
     drop(response);
+    world.until_quiet().await;
+}
+
+/// A step that does not end, as that of a slow chat template.
+struct StuckJob(Receiver<()>);
+
+impl PromptJob for StuckJob {
+    fn step(&mut self) -> TaskState {
+        // Ends with the test, which drops the sender.
+        drop(self.0.recv());
+        TaskState::Done
+    }
+
+    fn bytes_left(&self) -> usize {
+        0
+    }
+}
+
+/// A few such steps once kept all bodies above 16 KiB from an answer.
+#[tokio::test]
+async fn stuck_work_on_prompts_delays_large_bodies_for_a_bounded_time() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut running = Vec::new();
+    for _ in 0..PROMPT_THREADS_MAX {
+        let (end, ended) = channel();
+        running.push(end);
+        world.app.prompts.submit(Box::new(StuckJob(ended)));
+    }
+    world.set("prompt_timeout_ms = 50");
+    let large = json!({"model": "m", "prompt": "word ".repeat(8 << 10)});
+    let unhashed =
+        |reason: &str| world.metric(&format!("unhashed_requests_total{{reason=\"{reason}\"}}"));
+    for number in 1..=3 {
+        let response = world.send("/v1/completions", &large).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(unhashed("prompt_timeout"), number);
+    }
+    drop(running);
+    world.set("");
+    let response = world.send("/v1/completions", &large).await;
+    assert_eq!(response.status(), 200);
+    assert_eq!(unhashed("no_tokenizer"), 1);
     world.until_quiet().await;
 }
