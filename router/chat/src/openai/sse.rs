@@ -9,9 +9,9 @@
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
-use memchr::memmem::{self, Finder};
+use memchr::memmem::Finder;
 
-use super::usage::TokenUsage;
+use super::usage::{self, TokenUsage};
 
 /// Bytes kept of an event that spans chunks. A chat's events have some hundred bytes, with log
 /// probabilities of many alternatives some ten thousand.
@@ -34,7 +34,7 @@ const LAST_EVENTS: [&[u8]; 4] = [
 ];
 
 /// Searched in every event: preparing the search takes longer than the search.
-static USAGE_KEY: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage":"#));
+static USAGE_KEY: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
 
 /// One event, without the empty line that ended it.
 #[derive(Debug, PartialEq, Eq)]
@@ -42,6 +42,13 @@ pub enum SseEvent<'a> {
     Whole(&'a [u8]),
     /// The size in bytes of an event beyond the buffer.
     Oversized(usize),
+}
+
+/// The lines of an event that the proxy reads.
+#[derive(Debug, Default)]
+struct EventFields<'a> {
+    name: Option<&'a [u8]>,
+    data: Option<Cow<'a, [u8]>>,
 }
 
 /// Finds the ends of events: an empty line, ended by `\n` or `\r\n`.
@@ -160,43 +167,43 @@ pub(super) fn trim_line_ends(mut event: &[u8]) -> &[u8] {
 }
 
 impl<'a> SseEvent<'a> {
-    /// The value of its first line, if that is `event`.
-    fn name(&self) -> Option<&'a [u8]> {
-        let SseEvent::Whole(bytes) = self else {
-            return None;
-        };
-        let line = bytes.strip_prefix(b"event:")?;
-        let end = memchr::memchr(b'\n', line).unwrap_or(line.len());
-        Some(line[..end].trim_ascii())
-    }
-
     /// The event's `data` lines joined by newlines; `None` for a comment (a keep-alive).
     pub fn data(&self) -> Option<Cow<'a, [u8]>> {
+        self.fields().data
+    }
+
+    fn fields(&self) -> EventFields<'a> {
+        let mut fields = EventFields::default();
         let SseEvent::Whole(bytes) = self else {
-            return None;
+            return fields;
         };
-        let mut data: Option<Cow<'a, [u8]>> = None;
         let mut rest: Option<&'a [u8]> = Some(bytes);
         while let Some(bytes) = rest {
             let newline = memchr::memchr(b'\n', bytes);
             let line = &bytes[..newline.unwrap_or(bytes.len())];
             rest = newline.map(|at| &bytes[at + 1..]);
             let line = line.strip_suffix(b"\r").unwrap_or(line);
-            let Some(value) = line.strip_prefix(b"data:") else {
-                continue;
-            };
-            let value = value.strip_prefix(b" ").unwrap_or(value);
-            data = Some(match data {
-                None => Cow::Borrowed(value),
-                Some(before) => {
-                    let mut joined = before.into_owned();
-                    joined.push(b'\n');
-                    joined.extend_from_slice(value);
-                    Cow::Owned(joined)
-                }
-            });
+            if let Some(value) = line.strip_prefix(b"data:") {
+                fields.add_data(value.strip_prefix(b" ").unwrap_or(value));
+            } else if let Some(name) = line.strip_prefix(b"event:") {
+                fields.name = Some(name.trim_ascii());
+            }
         }
-        data
+        fields
+    }
+}
+
+impl<'a> EventFields<'a> {
+    fn add_data(&mut self, line: &'a [u8]) {
+        self.data = Some(match self.data.take() {
+            None => Cow::Borrowed(line),
+            Some(before) => {
+                let mut joined = before.into_owned();
+                joined.push(b'\n');
+                joined.extend_from_slice(line);
+                Cow::Owned(joined)
+            }
+        });
     }
 }
 
@@ -250,21 +257,21 @@ impl StreamTotals {
             self.output_chunks += 1;
             return;
         }
-        let name = event.name();
+        let EventFields { name, data } = event.fields();
         if name.is_some_and(|name| LAST_EVENTS.contains(&name)) {
             self.done = true;
         }
-        let Some(data) = event.data() else { return };
+        let Some(data) = data else { return };
         if data.as_ref() == b"[DONE]" {
             self.done = true;
             return;
         }
-        // Generated text has its quotation marks escaped, so these bytes are a key of the chunk.
+        // Generated text has its quotation marks escaped, so these bytes are a key or a whole string.
         if USAGE_KEY.find(&data).is_some()
             && let Some(usage) = TokenUsage::from_json(&data)
         {
             self.usage = Some(usage);
-            if memmem::find(&data, br#""choices":[]"#).is_some() {
+            if usage::has_no_choices(&data) {
                 return;
             }
         }

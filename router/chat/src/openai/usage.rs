@@ -1,6 +1,7 @@
 //! The token counts that an engine reports.
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 /// `usage` of a response or of a stream's last chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +43,17 @@ struct UsageFields {
 #[derive(Deserialize)]
 struct PromptDetails {
     cached_tokens: Option<u64>,
+}
+
+/// The choices of a stream's chunk.
+#[derive(Deserialize)]
+struct ChunkChoices {
+    choices: Vec<IgnoredAny>,
+}
+
+/// Whether a stream's chunk has an empty list of choices, as the last one, which reports the usage.
+pub(super) fn has_no_choices(json: &[u8]) -> bool {
+    serde_json::from_slice(json).is_ok_and(|chunk: ChunkChoices| chunk.choices.is_empty())
 }
 
 impl TokenUsage {

@@ -81,6 +81,20 @@ fn first_token_chunks_and_usage_do_not_depend_on_chunk_sizes() {
     }
 }
 
+/// As Python's `json.dumps` and other writers of events format them.
+#[test]
+fn blanks_and_the_order_of_lines_do_not_matter() {
+    let mut stream = StreamObserver::default();
+    stream.push(b"data: {\"choices\": [{\"text\": \"usage\"}]}\n\n");
+    assert_eq!((stream.output_chunks(), stream.usage()), (1, None));
+    stream.push(b"data: {\"choices\": [ ], \"usage\" : {\"prompt_tokens\": 4}}\n\n");
+    assert_eq!(stream.output_chunks(), 1);
+    assert_eq!(stream.usage().map(|usage| usage.prompt_tokens), Some(4));
+    assert!(!stream.done());
+    stream.push(b"id: 7\ndata: {}\nevent: message_stop\n\n");
+    assert!(stream.done());
+}
+
 #[test]
 fn chunks_with_usage_count_as_output() {
     let mut watch = StreamObserver::default();
