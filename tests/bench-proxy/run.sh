@@ -5,6 +5,8 @@
 # usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
 #        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine
 #          compares routing by the cache, with engines that have one
+#        tests/bench-proxy/run.sh --cores 0-7 --client-threads 8 --load plain
+#          the proxies on these processors, with as many threads of clients, and these loads only
 #        tests/bench-proxy/run.sh --attacks --mock-engine target/release/warmroute-mock-engine
 #          measures quiet clients alone and beside each attack; takes --rounds, --seconds (of one
 #          measurement) and --only (part of the name of a proxy or an attack)

@@ -46,8 +46,8 @@ const ENDLESS_EVENTS: usize = 44;
 /// A longer body is not kept, and asks for no stream.
 const KEPT_BODY_MAX: usize = 1 << 20;
 
-/// Threads that serve all engines.
-const THREADS: usize = 4;
+/// Least threads that serve all engines.
+pub const THREADS_MIN: usize = 4;
 
 /// What all engines serve.
 #[derive(Clone, Copy, Debug)]
@@ -75,8 +75,8 @@ enum Wanted {
     EndlessStream,
 }
 
-/// Starts so many engines.
-pub fn start(count: usize, served: Served) -> anyhow::Result<Vec<SocketAddr>> {
+/// Starts so many engines on so many threads.
+pub fn start(count: usize, served: Served, threads: usize) -> anyhow::Result<Vec<SocketAddr>> {
     let bind = |_| {
         let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
         listener.set_nonblocking(true)?;
@@ -87,7 +87,7 @@ pub fn start(count: usize, served: Served) -> anyhow::Result<Vec<SocketAddr>> {
     let addresses = addresses.collect::<io::Result<Vec<_>>>()?;
     let mut listeners = listeners.into_iter().peekable();
     while listeners.peek().is_some() {
-        let part = listeners.by_ref().take(count.div_ceil(THREADS)).collect();
+        let part = listeners.by_ref().take(count.div_ceil(threads)).collect();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()

@@ -3,9 +3,11 @@
 use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, anyhow, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::task::LocalSet;
@@ -14,10 +16,10 @@ use tokio::time::timeout;
 use crate::backend::CHUNKS;
 use crate::prompts::{Novelty, Prompts};
 
-/// Clients of plain answers.
+/// Clients of plain answers in one thread.
 pub const PLAIN_CLIENTS: usize = 8;
 
-/// Clients of streams.
+/// Clients of streams in one thread.
 const STREAM_CLIENTS: usize = 64;
 
 /// Streams of each client: one alone takes fewer than ten of the ticks in which processor time is
@@ -37,7 +39,7 @@ pub enum Load {
     Streams { prompt_bytes: usize },
     /// Plain answers to texts of a corpus.
     Prompts {
-        texts: Rc<Prompts>,
+        texts: Arc<Prompts>,
         novelty: Novelty,
         prompt_bytes: usize,
         requests: usize,
@@ -67,11 +69,11 @@ impl Load {
 
     /// What routing by the cache is compared by.
     pub fn prompts(requests: usize) -> anyhow::Result<Vec<Self>> {
-        let texts = Rc::new(Prompts::load()?);
+        let texts = Arc::new(Prompts::load()?);
         let sizes = [8 << 10, 128 << 10];
         let loads = [Novelty::New, Novelty::MostlySeen].map(|novelty| {
             sizes.map(|prompt_bytes| Self::Prompts {
-                texts: Rc::clone(&texts),
+                texts: Arc::clone(&texts),
                 novelty,
                 prompt_bytes,
                 requests: fewer_if_long(requests, prompt_bytes),
@@ -128,8 +130,49 @@ impl Measured {
     }
 }
 
-/// Runs one round. The texts differ from those of other values of `first_text`.
-pub fn run(address: SocketAddr, load: &Load, first_text: usize) -> anyhow::Result<Measured> {
+/// Texts between those of two threads.
+const TEXTS_OF_THREAD: usize = 1 << 40;
+
+/// Runs one round, with the load's clients in each thread. The texts differ from those of other
+/// values of `first_text`.
+pub fn run(
+    address: SocketAddr,
+    load: &Load,
+    first_text: usize,
+    threads: usize,
+) -> anyhow::Result<Measured> {
+    let began = Instant::now();
+    let clients =
+        |number: usize| move || run_thread(address, load, first_text + number * TEXTS_OF_THREAD);
+    let latencies = thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads)
+            .map(|number| scope.spawn(clients(number)))
+            .collect();
+        let mut all = Vec::new();
+        for thread in threads {
+            all.extend(
+                thread
+                    .join()
+                    .map_err(|_| anyhow!("a thread of clients panicked"))??,
+            );
+        }
+        anyhow::Ok(all)
+    });
+    let (wall, mut latencies) = (began.elapsed(), latencies?);
+    latencies.sort_unstable();
+    Ok(Measured {
+        requests: latencies.len(),
+        wall,
+        latencies,
+    })
+}
+
+/// Returns the latencies of one thread's clients.
+fn run_thread(
+    address: SocketAddr,
+    load: &Load,
+    first_text: usize,
+) -> anyhow::Result<Vec<Duration>> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -140,7 +183,6 @@ pub fn run(address: SocketAddr, load: &Load, first_text: usize) -> anyhow::Resul
         Load::Streams { .. } => (STREAM_CLIENTS, STREAMS_EACH),
     };
     let latencies = Rc::new(RefCell::new(Vec::new()));
-    let began = Instant::now();
     let tasks = LocalSet::new();
     tasks.block_on(&runtime, async {
         let mut running = Vec::new();
@@ -166,14 +208,7 @@ pub fn run(address: SocketAddr, load: &Load, first_text: usize) -> anyhow::Resul
             .await
             .context("the round does not end")?
     })?;
-    let wall = began.elapsed();
-    let mut latencies = latencies.take();
-    latencies.sort_unstable();
-    Ok(Measured {
-        requests: latencies.len(),
-        wall,
-        latencies,
-    })
+    Ok(latencies.take())
 }
 
 const fn fewer_if_long(requests: usize, prompt_bytes: usize) -> usize {

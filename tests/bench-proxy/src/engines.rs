@@ -34,12 +34,12 @@ pub struct EventPorts {
 }
 
 impl Engines {
-    pub fn light(count: usize) -> anyhow::Result<Self> {
+    pub fn light(count: usize, threads: usize) -> anyhow::Result<Self> {
         let served = Served {
             max_model_len: 131_072,
             tokenize: None,
         };
-        Self::light_that_serve(served, count)
+        Self::light_that_serve(served, count, threads)
     }
 
     /// Light engines that a router tokenizes prompts for, with a model that takes long ones: one
@@ -50,12 +50,13 @@ impl Engines {
             max_model_len: 10_000_000,
             tokenize: started.engines.first().map(|engine| engine.address),
         };
-        started.engines = Self::light_that_serve(served, count)?.engines.clone();
+        let light = Self::light_that_serve(served, count, backend::THREADS_MIN)?;
+        started.engines = light.engines.clone();
         Ok(started)
     }
 
-    fn light_that_serve(served: Served, count: usize) -> anyhow::Result<Self> {
-        let addresses = backend::start(count, served)?;
+    fn light_that_serve(served: Served, count: usize, threads: usize) -> anyhow::Result<Self> {
+        let addresses = backend::start(count, served, threads)?;
         let engine = |address| Engine {
             address,
             events: None,

@@ -41,7 +41,8 @@ fn main() -> anyhow::Result<()> {
     let options = Options::parse(std::env::args().skip(1))?;
     match (&options.mode, &options.mock_engine) {
         (Mode::Compare, None) => {
-            let engines = Engines::light(options.backends)?;
+            let threads = options.client_threads.max(backend::THREADS_MIN);
+            let engines = Engines::light(options.backends, threads)?;
             let loads = Load::proxying(options.requests);
             compare(&options, &engines, &ProxyKind::PROXYING, loads)
         }
@@ -79,14 +80,19 @@ fn compare(
     }
     let mut cells = Vec::new();
     let mut first_texts = (0..).step_by(REQUESTS_MAX);
-    for load in loads {
+    let is_wanted = |load: &Load| {
+        let part = options.load.as_deref();
+        part.is_none_or(|part| load.name().contains(part))
+    };
+    for load in loads.into_iter().filter(is_wanted) {
         let mut rounds: Vec<Vec<Round>> = proxies.iter().map(|_| Vec::new()).collect();
         for round in 0..=options.rounds {
             for (proxy, rounds) in proxies.iter().zip(&mut rounds) {
                 let before = proxy.cpu_secs()?;
                 // Each round and each proxy has texts of its own.
                 let first_text = first_texts.next().unwrap_or_default();
-                let measured = client::run(proxy.address, &load, first_text)
+                let threads = options.client_threads;
+                let measured = client::run(proxy.address, &load, first_text, threads)
                     .with_context(|| format!("{} {}", proxy.kind.name(), load.name()))?;
                 let cpu_secs = proxy.cpu_secs()? - before;
                 eprintln!("{}, {}: {cpu_secs:.2} s", load.name(), proxy.kind.name());

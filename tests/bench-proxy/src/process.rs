@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 
 use crate::client::{self, Load};
 use crate::engines::{Engine, EventPorts};
-use crate::options::Options;
+use crate::options::{Cores, Options};
 
 /// Longest start of a proxy.
 const START_MAX: Duration = Duration::from_secs(40);
@@ -110,7 +110,8 @@ impl Proxy {
             address,
             http2_address,
         };
-        let mut command = command(kind, ports, engines, options, &folder)?;
+        let command = command(kind, ports, engines, options, &folder)?;
+        let mut command = pinned(command, options);
         let log = fs::File::create(folder.join("log"))?;
         command
             .stdin(Stdio::null())
@@ -135,7 +136,7 @@ impl Proxy {
             requests: 8,
         };
         loop {
-            let error = match client::run(self.address, &probe, 0) {
+            let error = match client::run(self.address, &probe, 0, 1) {
                 Ok(_) => return Ok(()),
                 Err(error) => error,
             };
@@ -268,14 +269,14 @@ fn command(
         ProxyKind::SglangRouterCache => python("sglang-router", "cache_aware"),
         ProxyKind::Nginx => {
             let file = folder.join("nginx.conf");
-            fs::write(&file, nginx(ports, engines, folder))?;
+            fs::write(&file, nginx(ports, engines, options, folder))?;
             let mut command = Command::new("nginx");
             command.arg("-c").arg(file);
             command
         }
         ProxyKind::HaProxy => {
             let file = folder.join("haproxy.cfg");
-            fs::write(&file, haproxy(ports.address, engines))?;
+            fs::write(&file, haproxy(ports.address, engines, options))?;
             let mut command = Command::new("haproxy");
             command.args(["-q", "-db", "-f"]).arg(file);
             command
@@ -284,14 +285,7 @@ fn command(
 }
 
 fn warmroute(kind: ProxyKind, port: &str, engines: &[Engine], options: &Options) -> Command {
-    let mut command = match &options.cores {
-        Some(cores) => {
-            let mut command = Command::new("taskset");
-            command.args(["-c", cores]).arg(&options.router);
-            command
-        }
-        None => Command::new(&options.router),
-    };
+    let mut command = Command::new(&options.router);
     command
         .args(["--host", "127.0.0.1", "--port", port, "--admin-port", "0"])
         .args(["--log", "warn"])
@@ -307,6 +301,22 @@ fn warmroute(kind: ProxyKind, port: &str, engines: &[Engine], options: &Options)
     command
 }
 
+/// The command on the processors that a proxy may use.
+fn pinned(command: Command, options: &Options) -> Command {
+    let Some(cores) = &options.cores else {
+        return command;
+    };
+    let mut pinned = Command::new("taskset");
+    pinned.args(["-c", &cores.to_string()]);
+    pinned.arg(command.get_program()).args(command.get_args());
+    pinned
+}
+
+/// Threads of a proxy that does not choose their number.
+fn threads(options: &Options) -> usize {
+    options.cores.as_ref().map_or(2, Cores::count)
+}
+
 /// An engine as the router's flag declares it.
 fn worker(engine: &Engine) -> String {
     let url = format!("--worker=http://{}", engine.address);
@@ -318,18 +328,18 @@ fn worker(engine: &Engine) -> String {
     }
 }
 
-fn nginx(ports: Ports, engines: &[Engine], folder: &Path) -> String {
+fn nginx(ports: Ports, engines: &[Engine], options: &Options, folder: &Path) -> String {
     let servers: String = engines
         .iter()
         .map(|engine| format!("server {}; ", engine.address))
         .collect();
-    let folder = folder.display();
+    let (folder, threads) = (folder.display(), threads(options));
     let Ports {
         address,
         http2_address,
     } = ports;
     format!(
-        "daemon off; worker_processes 2; pid {folder}/pid; error_log {folder}/error warn;
+        "daemon off; worker_processes {threads}; pid {folder}/pid; error_log {folder}/error warn;
 events {{ worker_connections 1024; }}
 http {{
   access_log off;
@@ -348,7 +358,8 @@ http {{
     )
 }
 
-fn haproxy(address: SocketAddr, engines: &[Engine]) -> String {
+fn haproxy(address: SocketAddr, engines: &[Engine], options: &Options) -> String {
+    let threads = threads(options);
     let servers: String = engines
         .iter()
         .enumerate()
@@ -356,7 +367,7 @@ fn haproxy(address: SocketAddr, engines: &[Engine]) -> String {
         .collect();
     format!(
         "global
-  nbthread 2
+  nbthread {threads}
   maxconn 1024
 defaults
   mode http
