@@ -16,6 +16,8 @@ use warmroute_router::sim::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlo
 use crate::publisher::Publishers;
 
 pub(crate) const BLOCK: usize = 16;
+/// Without them a shim must assume speculative decoding, and its sources stay `unverified`.
+const METRICS: &str = "vllm:cache_config_info{block_size=\"16\"} 1.0\n";
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 /// First candidate for a row of free ports, one for each rank.
 const PORTS: std::ops::Range<u16> = 12_000..31_000;
@@ -39,7 +41,8 @@ impl Engine {
         let models = || async { Json(json!({"data": [{"id": "model", "parent": null}]})) };
         let routes = Router::new()
             .route("/health", get(|| async {}))
-            .route("/v1/models", get(models));
+            .route("/v1/models", get(models))
+            .route("/metrics", get(|| async { METRICS }));
         let serve =
             axum::serve(listener, routes).with_graceful_shutdown(stop.clone().cancelled_owned());
         tasks.spawn(serve.into_future());

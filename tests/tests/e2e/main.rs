@@ -35,6 +35,7 @@ macro_rules! on_both_planes {
 mod abuse;
 mod access_log;
 mod adapters;
+mod bench_plane;
 mod browser;
 mod churn;
 mod conformance;
