@@ -284,6 +284,7 @@ impl App {
         let planned = match timeout(self.settings.current().prompt_timeout(), planned).await {
             Ok(planned) => planned.ok(),
             Err(_) => {
+                let _turn = self.prompts.late_turn().await;
                 let body = body.clone();
                 let plan = spawn_blocking(move || plan(route, &body.bytes, &without_tokens));
                 plan.await.ok()

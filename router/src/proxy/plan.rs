@@ -80,7 +80,7 @@ pub(super) struct PlanInputs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PromptWork {
     Tokenize,
-    /// The prompt took too long: it is known by its text only.
+    /// The prompt took too long: it is known by its text only, and token ids are not read.
     Skip,
 }
 
@@ -226,6 +226,7 @@ pub(super) fn begin(
 ) -> Result<Planning, ProxyError> {
     let mut ids_memory = None;
     let mut parsed = openai::parse_admitted(route, body, &mut |ids| match limits.budget {
+        _ if inputs.work == PromptWork::Skip => ids == 0,
         Some(budget) if ids > 0 => {
             ids_memory = budget.charge(ids.saturating_mul(MEMORY_OF_ID));
             ids_memory.is_some()
@@ -530,11 +531,11 @@ fn token_source(
     if !inputs.policy.reads_index() && !is_hashed_for_record {
         return Err("policy");
     }
-    if let Some(opaque) = parsed.info.opaque {
-        return Err(opaque.as_str());
-    }
     if inputs.work == PromptWork::Skip {
         return Err(TOO_SLOW);
+    }
+    if let Some(opaque) = parsed.info.opaque {
+        return Err(opaque.as_str());
     }
     let bytes_max = |tokenizer: &Tokenizer| {
         let by_model = model.max_model_len.zip(tokenizer.token_bytes_max());

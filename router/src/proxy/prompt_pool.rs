@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Duration, Instant};
 
 use crate::tokenize::TaskState;
@@ -21,6 +22,9 @@ const SHORT_BYTES_MAX: usize = 256 << 10;
 const DELAY_OF_64_KIB: Duration = Duration::from_millis(2);
 
 pub(super) const THREADS_MAX: usize = 8;
+
+/// Requests at one time whose prompt took too long. Reading their bodies takes some milliseconds.
+const LATE_MAX: usize = 2;
 
 /// Work in steps of a few milliseconds. Dropped when it is done.
 pub(super) trait PromptJob: Send {
@@ -34,6 +38,7 @@ pub(super) trait PromptJob: Send {
 /// A pool of threads, which end after their current step when the pool is dropped.
 pub(crate) struct PromptPool {
     jobs: Arc<JobQueues>,
+    late: Semaphore,
 }
 
 #[derive(Default)]
@@ -70,6 +75,7 @@ impl PromptPool {
     pub(crate) fn start() -> io::Result<Self> {
         let pool = Self {
             jobs: Arc::default(),
+            late: Semaphore::new(LATE_MAX),
         };
         let cores = thread::available_parallelism().map_or(1, usize::from);
         for number in 0..cores.clamp(2, THREADS_MAX) {
@@ -82,6 +88,11 @@ impl PromptPool {
             thread.spawn(move || jobs.run(lane))?;
         }
         Ok(pool)
+    }
+
+    /// Waits for the right to do without this pool what took too long in it.
+    pub(super) async fn late_turn(&self) -> Option<SemaphorePermit<'_>> {
+        self.late.acquire().await.ok()
     }
 
     pub(super) fn submit(&self, job: Box<dyn PromptJob>) {

@@ -497,6 +497,26 @@ fn token_ids_are_charged_to_the_budget_of_bodies() {
     }
 }
 
+/// Reading ids takes several times the memory of the body, which the pool's jobs charge.
+#[test]
+fn a_late_prompt_is_known_by_its_text_and_its_ids_are_not_read() {
+    let late = PlanInputs {
+        work: PromptWork::Skip,
+        ..with_tokenizer()
+    };
+    let ids = vec!["1"; 10_000].join(",");
+    let body = format!(r#"{{"model":"m","max_tokens":1,"prompt":[{ids}]}}"#);
+    let planned = plan(PromptRoute::Completions, body.as_bytes(), &late).unwrap();
+    assert_eq!(planned.unhashed, Some("prompt_timeout"));
+    assert_eq!(
+        planned.prompt.tokens() as usize,
+        body.len() / BYTES_PER_TOKEN
+    );
+    let body = chat(&"word ".repeat(20_000));
+    let planned = plan(PromptRoute::ChatCompletions, body.as_bytes(), &late).unwrap();
+    assert_eq!(planned.unhashed, Some("prompt_timeout"));
+}
+
 #[test]
 fn a_prompt_of_many_small_values_is_not_rendered() {
     let inputs = with_tokenizer();
