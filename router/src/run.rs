@@ -16,6 +16,7 @@ use tokio::time::{Duration, Instant, sleep_until, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
+use warmroute_process::connection_threads::ConnectionThreads;
 use warmroute_process::listen::bind;
 use warmroute_process::open_files;
 use warmroute_process::server::{ClientRules, Http2, Server, Shutdown};
@@ -148,8 +149,10 @@ impl Running {
             Some(_) => SocketRule::Refused,
             None => SocketRule::Allowed,
         };
-        let engines = EngineClient::new(&settings, Arc::clone(&metrics), fitting, sockets)
+        let threads = config.threads.connections;
+        let engines = EngineClient::new(&settings, Arc::clone(&metrics), fitting, sockets, threads)
             .context("setting up the HTTP client")?;
+        let threads = ConnectionThreads::start(threads).context("starting the request threads")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
         background.spawn("settings", watcher.run(tasks.stop.clone()));
@@ -188,12 +191,15 @@ impl Running {
         let connections_max = fitting.min(config.limits.connections);
         let rules = public_rules(settings);
         let public = server(public, proxy::router(app), connections_max, rules);
-        running.clients.serve(&tasks, "public", public);
+        running.clients.serve(&tasks, "public", public, threads);
         let access = admin_access(settings, addresses.admin);
         let router = admin_routes.guarded(&access);
         let rules = admin_rules(settings);
         let admin = server(admin, router, ADMIN_CONNECTIONS_MAX, rules);
-        running.operators.serve(&background, "admin", admin);
+        let threads = ConnectionThreads::default();
+        running
+            .operators
+            .serve(&background, "admin", admin, threads);
         Ok(running)
     }
 
@@ -242,12 +248,13 @@ impl Running {
 
 impl Port {
     /// Serves until the shutdown begins, then waits for the stop as every task does.
-    fn serve(&self, tasks: &Tasks, name: &'static str, server: Server) {
+    fn serve(&self, tasks: &Tasks, name: &'static str, server: Server, threads: ConnectionThreads) {
         let port = self.clone();
         let stop = tasks.stop.clone();
         tasks.spawn(name, async move {
             let stopped = port.shutdown.stop.clone();
-            server.run(port.shutdown, port.connections).await;
+            let served = server.run_on(threads.clone(), port.shutdown, port.connections);
+            served.await;
             if stopped.is_cancelled() {
                 stop.cancelled().await;
             }

@@ -1,6 +1,6 @@
 //! The process around the core of every Warmroute binary: shared flags and environment names
 //! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`],
-//! [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`], [`engine_answer`]), [`tls`],
+//! [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`], [`connection_threads`], [`engine_answer`]), [`tls`],
 //! files that are read again ([`small_file`], [`followed_file`]), [`open_files`], [`tasks`],
 //! [`signals`], and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
@@ -9,6 +9,7 @@ pub mod access;
 pub mod args;
 pub mod blocking;
 pub mod build;
+pub mod connection_threads;
 pub mod engine_answer;
 pub mod engine_args;
 pub mod env;

@@ -46,6 +46,7 @@ use protocol::{Protocol, StreamExecutor};
 use seldom::Seldom;
 use stream::ClientStream;
 
+use crate::connection_threads::ConnectionThreads;
 use crate::tls::{ServerTls, agreed_on_http2};
 
 /// A request head that takes longer is an attack or a broken client. Also ends idle connections.
@@ -271,6 +272,12 @@ impl ConnectionSlots {
 impl Server {
     /// Serves until `shutdown.stop`. Connections live on in `tasks`.
     pub async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
+        self.run_on(ConnectionThreads::default(), shutdown, tasks)
+            .await;
+    }
+
+    /// Like [`Self::run`], with connections on these threads.
+    pub async fn run_on(self, threads: ConnectionThreads, shutdown: Shutdown, tasks: TaskTracker) {
         let Self {
             listener,
             router,
@@ -289,7 +296,7 @@ impl Server {
                 clients: clients.clone(),
                 tasks: tasks.clone(),
             };
-            tasks.spawn(served.run(stream));
+            threads.spawn(&tasks, stream, |stream| served.run(stream));
         };
         loop {
             let accepted = tokio::select! {

@@ -272,5 +272,5 @@ fn what_is_applied_at_the_start_only_comes_from_the_settings() {
     std::fs::write(&path, "prefix_hash_load_percent = 150\nrequest_threads = 7").unwrap();
     let config = config(&["--config", path.to_str().unwrap()]).unwrap();
     assert_eq!(config.knobs.prefix_load_percent, 150);
-    assert_eq!(config.threads.requests.get(), 7);
+    assert_eq!(config.threads.connections, 7);
 }

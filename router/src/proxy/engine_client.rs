@@ -24,6 +24,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
+use warmroute_process::connection_threads::current_number;
 use warmroute_process::tls::EngineTls;
 
 use super::images::ImageRenders;
@@ -64,7 +65,9 @@ enum EngineConnection {
 
 #[derive(Clone)]
 pub(crate) struct EngineClient {
-    pooled: HttpClient,
+    /// The pool of each thread that serves connections, after that of all other threads: a
+    /// connection belongs to the runtime that opened it.
+    pools: Arc<[HttpClient]>,
     /// Opens a connection for each request.
     unpooled: HttpClient,
     sockets: SocketRule,
@@ -84,6 +87,7 @@ impl EngineClient {
         metrics: Arc<Metrics>,
         requests_max: usize,
         sockets: SocketRule,
+        connection_threads: usize,
     ) -> anyhow::Result<Self> {
         let live = Arc::clone(settings);
         let tls = EngineTls::new(move || live.current().engine_authorities())?;
@@ -96,7 +100,8 @@ impl EngineClient {
                 .pool_max_idle_per_host(idle_connections_max)
                 .build(connector.clone())
         };
-        let (pooled, unpooled) = (client(usize::MAX), client(0));
+        let pools = (0..=connection_threads).map(|_| client(usize::MAX));
+        let (pools, unpooled) = (pools.collect(), client(0));
         let (for_builder, settings) = (tls.clone(), Arc::clone(settings));
         let background = EngineClients::new(sockets, move || {
             for_builder
@@ -108,7 +113,7 @@ impl EngineClient {
                 .pool_idle_timeout(IDLE_MAX)
         })?;
         Ok(Self {
-            pooled,
+            pools,
             unpooled,
             sockets,
             background,
@@ -133,6 +138,12 @@ impl EngineClient {
     /// For probes and other requests of the background runtime, which handle failures themselves.
     pub(crate) const fn background(&self) -> &EngineClients {
         &self.background
+    }
+
+    /// The pool of the current thread.
+    fn pool(&self) -> &HttpClient {
+        let own = current_number().and_then(|number| self.pools.get(number + 1));
+        own.unwrap_or(&self.pools[0])
     }
 
     /// A request for [`Self::send`].
@@ -172,7 +183,7 @@ impl EngineClient {
     ) -> Result<EngineResponse, legacy::Error> {
         let began = Instant::now();
         let sent = async {
-            let response = self.pooled.request(request).await;
+            let response = self.pool().request(request).await;
             (response, CONNECTION.with(Cell::get))
         };
         match CONNECTION
@@ -248,7 +259,7 @@ mod tests {
         assert!(held.len() < 64, "the queue has no bound");
         let settings = LiveSettings::new(Settings::default());
         let metrics = Arc::new(Metrics::new().unwrap());
-        let client = EngineClient::new(&settings, metrics, 8, SocketRule::Allowed).unwrap();
+        let client = EngineClient::new(&settings, metrics, 8, SocketRule::Allowed, 0).unwrap();
         for millis in [250, 700] {
             let text = format!("connect_timeout_ms = {millis}");
             settings.replace(Settings::parse(&text).unwrap());

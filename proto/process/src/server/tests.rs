@@ -525,3 +525,52 @@ fn a_connection_of_former_certificates_serves_nothing_after_a_while() {
     let late = LATE_STREAMS + Duration::from_millis(1);
     assert_eq!(role.outdated_for(late), ConnectionRole::Outdated);
 }
+
+/// Each request's steps stay on the thread of its connection, which a shutdown waits for.
+#[tokio::test]
+async fn connections_are_spread_over_their_threads_and_stay_there() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let number = async || {
+        tokio::task::yield_now().await;
+        format!("{:?}", crate::connection_threads::current_number())
+    };
+    let server = Server {
+        listener,
+        router: Router::new().route("/", get(number)),
+        connections_max: 16,
+        connections: ConnectionMetrics::hidden().unwrap(),
+        clients: ClientRules::default(),
+    };
+    let (shutdown, tasks) = (Shutdown::default(), TaskTracker::new());
+    let threads = ConnectionThreads::start(3).unwrap();
+    tasks.spawn(server.run_on(threads.clone(), shutdown.clone(), tasks.clone()));
+    let mut numbers: Vec<String> = Vec::new();
+    let mut open = Vec::new();
+    for _ in 0..6 {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let mut answers = Vec::new();
+        for _ in 0..2 {
+            let request = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
+            stream.write_all(request).await.unwrap();
+            let mut answer = vec![0; 1024];
+            let length = stream.read(&mut answer).await.unwrap();
+            let answer = String::from_utf8(answer[..length].to_vec()).unwrap();
+            answers.push(answer.split("\r\n\r\n").nth(1).unwrap().to_owned());
+        }
+        assert_eq!(answers[0], answers[1]);
+        numbers.push(answers[0].clone());
+        open.push(stream);
+    }
+    numbers.sort();
+    assert_eq!(
+        numbers,
+        [
+            "Some(0)", "Some(0)", "Some(1)", "Some(1)", "Some(2)", "Some(2)"
+        ]
+    );
+    shutdown.stop.cancel();
+    shutdown.force.cancel();
+    tasks.close();
+    tasks.wait().await;
+}

@@ -611,7 +611,7 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: EngineClient::new(&settings, Arc::clone(&metrics), 64, SocketRule::Allowed)
+            engines: EngineClient::new(&settings, Arc::clone(&metrics), 64, SocketRule::Allowed, 0)
                 .unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
