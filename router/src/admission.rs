@@ -201,7 +201,11 @@ impl Admission {
             requests_per_model: demand.lengths.per_model,
             bytes: self.bytes_max,
         };
-        let joined = self.room().join(line, request, &bounds);
+        let mut room = self.room();
+        // Before the look for a place below: what is freed after that look wakes the task.
+        self.core.await_room();
+        let joined = room.join(line, request, &bounds);
+        drop(room);
         let JoinedQueue { spot, displaced } =
             joined.map_err(|_| self.shed(ShedReason::QueueFull, line))?;
         for notices in displaced {
@@ -259,6 +263,9 @@ impl Admission {
                 in_flight.ended(&spot.tenant, request.cost);
                 self.core.room_may_be_free();
             }
+        }
+        if room.size().requests == 0 {
+            self.core.ignore_room();
         }
     }
 

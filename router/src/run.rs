@@ -299,6 +299,9 @@ impl Services {
         let subjects = Subjects::new(&config.namespace);
         let router = RouterId(Uuid::new_v4().into_bytes());
         let core = shared_core(config, router);
+        if self.deployment.nats().is_none() {
+            core.set_alone();
+        }
         let (ready, journal) = <(Arc<Ready>, Arc<Journal>)>::default();
         let unreadable = self.metrics.bad_entries();
 

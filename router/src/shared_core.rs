@@ -5,6 +5,7 @@
 //! that may still be moved has a [`MoveWatch`].
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -27,8 +28,12 @@ pub(crate) type SlotHold = SlotGuard<SharedCore>;
 pub struct SharedCore {
     core: Mutex<Core>,
     written: Notify,
+    /// No other router can exist, so that no message is urgent.
+    is_alone: AtomicBool,
     /// Slots may have been freed.
     room: Notify,
+    /// Requests wait for one. A wake-up costs more than freeing a slot does.
+    is_room_awaited: AtomicBool,
     /// By slot. As many as the core watches.
     watches: Mutex<BTreeMap<u64, Arc<Notify>>>,
 }
@@ -56,7 +61,9 @@ impl SharedCore {
         Arc::new(Self {
             core: Mutex::new(core),
             written: Notify::new(),
+            is_alone: AtomicBool::new(false),
             room: Notify::new(),
+            is_room_awaited: AtomicBool::new(false),
             watches: Mutex::default(),
         })
     }
@@ -79,7 +86,7 @@ impl SharedCore {
         let until = admitted.movable_until.map(Instant::from_std);
         let watch = until.map(|until| self.watch(admitted.slot, until));
         drop(core);
-        self.written.notify_one();
+        self.notify_written();
         Ok((admitted, watch))
     }
 
@@ -94,8 +101,8 @@ impl SharedCore {
         let moved = self.core().reconsider(slot, ask, answer, now);
         match moved {
             Ok(moved) => moved.inspect(|_| {
-                self.written.notify_one();
-                self.room.notify_one();
+                self.notify_written();
+                self.room_freed();
             }),
             Err(error) => {
                 tracing::error!(%error, "cannot account a move, request stays where it is");
@@ -112,7 +119,7 @@ impl SharedCore {
         drop(core);
         let frees = |change: &LoadChange| matches!(change, LoadChange::Free { .. });
         if message.changes.iter().any(frees) {
-            self.room.notify_one();
+            self.room_freed();
         }
         if crossed.is_empty() {
             return;
@@ -137,6 +144,35 @@ impl SharedCore {
     /// Wakes the task that waits for [`Self::room_changed`].
     pub(crate) fn room_may_be_free(&self) {
         self.room.notify_one();
+    }
+
+    /// From here on freed slots wake the task that waits for [`Self::room_changed`].
+    pub(crate) fn await_room(&self) {
+        self.is_room_awaited.store(true, Ordering::Relaxed);
+    }
+
+    /// No request waits for a slot.
+    pub(crate) fn ignore_room(&self) {
+        self.is_room_awaited.store(false, Ordering::Relaxed);
+    }
+
+    /// There is no plane by which other routers could hear of this one.
+    pub(crate) fn set_alone(&self) {
+        self.is_alone.store(true, Ordering::Relaxed);
+    }
+
+    /// A slot was freed. A request that begins to wait at the same time looks once more after
+    /// [`Self::await_room`].
+    fn room_freed(&self) {
+        if self.is_room_awaited.load(Ordering::Relaxed) {
+            self.room.notify_one();
+        }
+    }
+
+    fn notify_written(&self) {
+        if !self.is_alone.load(Ordering::Relaxed) {
+            self.written.notify_one();
+        }
     }
 
     /// The clock task: lets time pass in the core while no request does, until stopped.
@@ -189,10 +225,10 @@ impl SlotSink for SharedCore {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);
         if matches!(event, SlotEvent::End { .. }) {
-            self.room.notify_one();
+            self.room_freed();
         }
         match noted {
-            Ok(_) if event.is_urgent() => self.written.notify_one(),
+            Ok(_) if event.is_urgent() => self.notify_written(),
             Ok(_) => {}
             Err(error) => tracing::error!(%error, ?event, "cannot account a slot's event"),
         }
