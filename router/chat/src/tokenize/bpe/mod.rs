@@ -5,6 +5,7 @@
 //! Unlike the reference it needs no memory beyond the ids and bounded tables of words, works on any
 //! part of a text between two seams, and does bounded work for each byte.
 
+mod automaton;
 mod char_classes;
 mod merge;
 mod pattern;

@@ -9,7 +9,8 @@
 
 use serde_json::Value;
 
-use super::char_classes::{CharClasses, ClassMask, char_start};
+use super::automaton::WordAutomaton;
+use super::char_classes::{CharClasses, ClassMask};
 use super::pattern::{self, Node, Presence};
 
 /// The pattern of `ByteLevel` with `use_regex`.
@@ -23,19 +24,15 @@ pub(in crate::tokenize) const UNMATCHED_BYTES_MAX: usize = 512 << 10;
 #[derive(Debug)]
 pub(super) struct PatternSplitter {
     classes: CharClasses,
-    stages: Vec<Stage>,
+    stages: Vec<WordAutomaton>,
     /// By the class of the character before: the classes with which it makes a seam.
     seams: Vec<ClassMask>,
 }
 
 type MaskNode = Node<ClassMask>;
 
-#[derive(Debug)]
-struct Stage {
-    alternatives: Vec<Vec<MaskNode>>,
-    /// By class: the alternatives that may begin with it, one bit for each.
-    beginnings: Vec<u64>,
-}
+/// What one pattern tries, in this order.
+type PatternAlternatives = Vec<Vec<MaskNode>>;
 
 /// A word's start and end.
 pub(super) type WordSpan = (u32, u32);
@@ -82,10 +79,15 @@ impl PatternSplitter {
         let (classes, masks) = CharClasses::new(&sets)?;
         let stages = patterns.iter().map(|(alternatives, places)| {
             let mask = |set: usize| masks[places[set]];
-            Stage::new(alternatives.iter().map(|nodes| masked(nodes, &mask)))
+            let masked = alternatives.iter().map(|nodes| masked(nodes, &mask));
+            masked.collect()
         });
-        let stages: Vec<Stage> = stages.collect::<Option<_>>()?;
+        let stages: Vec<PatternAlternatives> = stages.collect();
         let seams = seams(&stages, classes.all())?;
+        let automata = stages
+            .iter()
+            .map(|alternatives| WordAutomaton::new(alternatives, &classes));
+        let stages = automata.collect::<Option<_>>()?;
         Some(Self {
             classes,
             stages,
@@ -107,12 +109,12 @@ impl PatternSplitter {
         let mut unmatched = 0;
         // Only a match ends a part: a later pattern may match across `until`.
         while unmatched < until
-            && let Some((class, length)) = self.classes.at(text, at)
+            && let Some((_, length)) = self.classes.at(text, at)
         {
             if at - unmatched > UNMATCHED_BYTES_MAX {
                 return None;
             }
-            match first.match_at(&self.classes, text, at, class) {
+            match first.match_at(&self.classes, text, at) {
                 Some(end) => {
                     self.split_stage(1, text, unmatched..at, words);
                     self.split_stage(1, text, at..end, words);
@@ -144,8 +146,8 @@ impl PatternSplitter {
         let text = &text[..range.end];
         let mut unmatched = range.start;
         let mut at = range.start;
-        while let Some((class, length)) = self.classes.at(text, at) {
-            match stage.match_at(&self.classes, text, at, class) {
+        while let Some((_, length)) = self.classes.at(text, at) {
+            match stage.match_at(&self.classes, text, at) {
                 Some(end) => {
                     self.split_stage(number + 1, text, unmatched..at, words);
                     self.split_stage(number + 1, text, at..end, words);
@@ -168,7 +170,7 @@ impl PatternSplitter {
     }
 }
 
-fn masked(nodes: &[Node], mask: &impl Fn(usize) -> ClassMask) -> Vec<MaskNode> {
+pub(super) fn masked(nodes: &[Node], mask: &impl Fn(usize) -> ClassMask) -> Vec<MaskNode> {
     let convert = |node: &Node| match node {
         Node::Repeat { set, min, max } => MaskNode::Repeat {
             set: mask(*set),
@@ -192,77 +194,6 @@ fn masked(nodes: &[Node], mask: &impl Fn(usize) -> ClassMask) -> Vec<MaskNode> {
 
 const fn has(mask: ClassMask, class: u8) -> bool {
     mask >> class & 1 == 1
-}
-
-impl Stage {
-    fn new(alternatives: impl Iterator<Item = Vec<MaskNode>>) -> Option<Self> {
-        let alternatives: Vec<Vec<MaskNode>> = alternatives.collect();
-        if alternatives.len() > 64 {
-            return None;
-        }
-        let begins: Vec<ClassMask> = alternatives.iter().map(|nodes| first_of(nodes)).collect();
-        let beginnings = (0..64).map(|class| {
-            let may_begin = begins.iter().enumerate();
-            may_begin.fold(0, |bits, (bit, mask)| bits | (mask >> class & 1) << bit)
-        });
-        Some(Self {
-            beginnings: beginnings.collect(),
-            alternatives,
-        })
-    }
-
-    fn match_at(&self, classes: &CharClasses, text: &[u8], at: usize, class: u8) -> Option<usize> {
-        let mut left = self.beginnings[usize::from(class)];
-        while left != 0 {
-            let alternative = &self.alternatives[left.trailing_zeros() as usize];
-            if let Some(end) = match_nodes(classes, alternative, text, at) {
-                return Some(end);
-            }
-            left &= left - 1;
-        }
-        None
-    }
-}
-
-/// The end of the first match in the order of a backtracking matcher.
-fn match_nodes(classes: &CharClasses, nodes: &[MaskNode], text: &[u8], at: usize) -> Option<usize> {
-    let Some((node, rest)) = nodes.split_first() else {
-        return Some(at);
-    };
-    match node {
-        MaskNode::Repeat { set, min, max } => {
-            let (mut end, mut count) = (at, 0);
-            while count < *max
-                && let Some((class, length)) = classes.at(text, end)
-                && has(*set, class)
-            {
-                end += length;
-                count += 1;
-            }
-            while count >= *min {
-                if let Some(end) = match_nodes(classes, rest, text, end) {
-                    return Some(end);
-                }
-                if count == 0 {
-                    break;
-                }
-                end = char_start(text, end - 1);
-                count -= 1;
-            }
-            None
-        }
-        MaskNode::NotAhead(set) => match classes.at(text, at) {
-            Some((class, _)) if has(*set, class) => None,
-            _ => match_nodes(classes, rest, text, at),
-        },
-        MaskNode::Group {
-            alternatives,
-            presence,
-        } => alternatives
-            .iter()
-            .find_map(|nodes| match_nodes(classes, nodes, text, at))
-            .or_else(|| (*presence == Presence::Optional).then_some(at)),
-    }
 }
 
 /// The classes that may begin a match of the nodes.
@@ -338,16 +269,16 @@ fn add_lookaheads(alternatives: &[Vec<MaskNode>], decided: &mut [ClassMask]) -> 
 
 /// By class: the classes with which it makes a seam in all stages. `None` if a stage has other
 /// lookaheads than these.
-fn seams(stages: &[Stage], all: ClassMask) -> Option<Vec<ClassMask>> {
+fn seams(stages: &[PatternAlternatives], all: ClassMask) -> Option<Vec<ClassMask>> {
     let mut crossed: Vec<ClassMask> = vec![0; 64];
     for stage in stages {
-        for nodes in &stage.alternatives {
+        for nodes in stage {
             add_followers(nodes, &mut crossed);
         }
-        add_lookaheads(&stage.alternatives, &mut crossed)?;
+        add_lookaheads(stage, &mut crossed)?;
     }
     // What the last stage may leave unmatched is one word.
-    let last = &stages.last()?.alternatives;
+    let last = stages.last()?;
     let unmatched = last.iter().fold(all, |left, nodes| left & !alone(nodes));
     for class in (0..64_u8).filter(|class| has(unmatched, *class)) {
         crossed[usize::from(class)] |= unmatched;
