@@ -35,21 +35,23 @@ use crate::route;
 use crate::shared_core::SharedCore;
 use breaker::RequestTimes;
 use health::{Observation, WorkerHealth};
-use state::{FleetChange, FleetState, ProbeTarget};
+use state::{FleetChange, FleetState};
 
-pub(crate) use breaker::RequestResult;
+pub use breaker::RequestResult;
 pub(crate) use checks::{CheckResult, RENDERED_CHAT};
 pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
 pub(crate) use models::Parity;
 pub(crate) use models::{CatalogModel, ModelCatalog, PromptTrust};
-pub(crate) use probe::HealthProber;
+pub(crate) use probe::HttpProbe;
+pub use probe::{EngineProbe, HealthProber, ProbeResult};
 pub(crate) use registration::RegistrationChecker;
-pub(crate) use registry::FleetRegistry;
+pub use registry::FleetRegistry;
 pub(crate) use state::FleetWorker;
+pub use state::ProbeTarget;
 
 /// The fleet's state and its subscribers.
-pub(crate) struct Fleet {
+pub struct Fleet {
     core: Arc<SharedCore>,
     /// The operator's.
     block_size: Option<BlockSize>,
@@ -64,7 +66,8 @@ pub(crate) struct Fleet {
 }
 
 impl Fleet {
-    pub(crate) fn new(core: Arc<SharedCore>, block_size: Option<BlockSize>) -> Arc<Self> {
+    #[must_use]
+    pub fn new(core: Arc<SharedCore>, block_size: Option<BlockSize>) -> Arc<Self> {
         Arc::new(Self {
             core,
             block_size,
@@ -78,7 +81,7 @@ impl Fleet {
     }
 
     /// An observation of the worker at `url`.
-    pub(crate) fn observe(&self, worker: &WorkerId, url: &str, observation: Observation) {
+    pub fn observe(&self, worker: &WorkerId, url: &str, observation: Observation) {
         let now = Instant::now().into_std();
         self.update(|state| state.observe(worker, url, observation, now));
     }
@@ -90,7 +93,7 @@ impl Fleet {
     }
 
     /// A request is sent to the worker at `url`. Takes no lock while no circuit breaker counts.
-    pub(crate) fn request_began(self: &Arc<Self>, worker: &WorkerId, url: &str) -> TrackedRequest {
+    pub fn request_began(self: &Arc<Self>, worker: &WorkerId, url: &str) -> TrackedRequest {
         let began = Instant::now().into_std();
         if self.counts_requests.load(Ordering::Relaxed) {
             self.update(|state| state.request_began(worker, url, began));
@@ -122,8 +125,14 @@ impl Fleet {
     }
 
     /// Removes the worker. Late registrations of it do not count.
-    pub(crate) fn forget(&self, worker: &WorkerId) {
+    pub fn forget(&self, worker: &WorkerId) {
         self.update(|state| state.forget(worker));
+    }
+
+    /// The registry has the worker, as far as this router has read it.
+    pub fn is_registered(&self, worker: &WorkerId) -> bool {
+        let state = self.state();
+        state.get(worker).is_some_and(|worker| worker.registered)
     }
 
     pub(crate) fn contains(&self, worker: &WorkerId) -> bool {
@@ -155,7 +164,7 @@ impl Fleet {
     }
 
     /// Notified of what is published from now on.
-    pub(crate) fn changes(&self) -> watch::Receiver<()> {
+    pub fn changes(&self) -> watch::Receiver<()> {
         self.changes.subscribe()
     }
 
@@ -192,7 +201,7 @@ impl Fleet {
     }
 
     /// The first model that the worker serves: an engine reads a request without a model so.
-    pub(crate) fn model_of(&self, worker: &WorkerId) -> Option<String> {
+    pub fn model_of(&self, worker: &WorkerId) -> Option<String> {
         self.state().get(worker)?.entry.models.first().cloned()
     }
 
@@ -266,7 +275,7 @@ impl Fleet {
 
 /// A request that was sent to one worker. Dropped without a result it has none: it was cancelled,
 /// moved, or not sent.
-pub(crate) struct TrackedRequest {
+pub struct TrackedRequest {
     fleet: Arc<Fleet>,
     worker: WorkerId,
     url: String,
@@ -284,7 +293,7 @@ impl TrackedRequest {
 
     /// Reports a result to the circuit breaker. An answer may still break later. Takes no lock for
     /// an answer while no circuit breaker counts.
-    pub(crate) fn report(&mut self, result: RequestResult) {
+    pub fn report(&mut self, result: RequestResult) {
         self.reported = true;
         let counts = self.fleet.counts_requests.load(Ordering::Relaxed);
         if counts || result == RequestResult::Broken {

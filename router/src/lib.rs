@@ -35,7 +35,7 @@ pub mod key_command;
 mod live_page;
 mod metrics;
 mod proxy;
-mod ready;
+pub mod ready;
 mod recorder;
 pub mod replication;
 mod router_facts;

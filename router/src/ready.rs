@@ -30,7 +30,7 @@ pub(crate) fn notice(drain_timeout: Duration) -> Duration {
 
 /// Ready once each latch is set, until the router leaves.
 #[derive(Debug, Default)]
-pub(crate) struct Ready {
+pub struct Ready {
     registry: AtomicBool,
     drains: AtomicBool,
     workers: AtomicBool,
@@ -80,12 +80,12 @@ impl Ready {
     }
 
     /// The other routers' load is known, or the start waits for it no longer.
-    pub(crate) fn load_known(&self) {
+    pub fn load_known(&self) {
         self.latch(&self.load);
     }
 
     /// This router's part of the tenants' limits is known.
-    pub(crate) fn limits_shared(&self) {
+    pub fn limits_shared(&self) {
         self.latch(&self.limits);
     }
 
@@ -95,7 +95,7 @@ impl Ready {
     }
 
     /// All latches are set.
-    pub(crate) fn is_initialized(&self) -> bool {
+    pub fn is_initialized(&self) -> bool {
         self.missing_latch().is_none()
     }
 

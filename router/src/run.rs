@@ -35,7 +35,9 @@ use crate::demotions::DemotionWriter;
 use crate::deployment::Deployment;
 use crate::embedded::{EmbeddedWorkers, SupervisorParts, WorkerSupervisor};
 use crate::engine_clients::SocketRule;
-use crate::fleet::{EngineLoadReader, Fleet, FleetRegistry, HealthProber, RegistrationChecker};
+use crate::fleet::{
+    EngineLoadReader, Fleet, FleetRegistry, HealthProber, HttpProbe, RegistrationChecker,
+};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::live_page::{self, LiveSampler};
@@ -523,8 +525,10 @@ impl Services {
     fn watch_engines(&self, fleet: &Arc<Fleet>, ready: &Arc<Ready>, config: &Config) {
         let prober = HealthProber {
             fleet: Arc::clone(fleet),
-            client: self.engines.background().clone(),
-            keys: self.engines.keys().clone(),
+            probe: HttpProbe {
+                client: self.engines.background().clone(),
+                keys: self.engines.keys().clone(),
+            },
             period: config.health_interval,
             ready: Arc::clone(ready),
         };

@@ -63,7 +63,7 @@ struct Window {
 
 /// How a request to an engine ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RequestResult {
+pub enum RequestResult {
     /// The engine answered, with whatever status.
     Answered,
     /// The engine closed the connection before the end of its answer, or its answer is invalid.

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::HeaderMap;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use serde::Deserialize;
@@ -31,7 +30,7 @@ const SETTLE: Duration = Duration::from_secs(5);
 
 /// What a probe found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum ProbeResult {
+pub enum ProbeResult {
     Seen(Observation),
     /// It says nothing of the worker.
     Void,
@@ -39,16 +38,27 @@ pub(super) enum ProbeResult {
     TlsRefused(String),
 }
 
-pub(crate) struct HealthProber {
-    pub fleet: Arc<Fleet>,
+/// A client of the engines' health checks.
+pub trait EngineProbe: Send + Sync + 'static {
+    fn probe(&self, target: &ProbeTarget) -> impl Future<Output = ProbeResult> + Send;
+}
+
+/// Probes by HTTP.
+pub(crate) struct HttpProbe {
     pub client: EngineClients,
     pub keys: EngineKeys,
+}
+
+pub struct HealthProber<P> {
+    pub fleet: Arc<Fleet>,
+    pub probe: P,
     pub period: Duration,
     pub ready: Arc<Ready>,
 }
 
-impl HealthProber {
-    pub(crate) async fn run(self, stop: CancellationToken) {
+impl<P: EngineProbe> HealthProber<P> {
+    /// Runs until stopped.
+    pub async fn run(self, stop: CancellationToken) {
         let started = Instant::now();
         let mut ticks = interval(self.period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -56,6 +66,7 @@ impl HealthProber {
         let mut answers = FuturesUnordered::new();
         loop {
             tokio::select! {
+                biased;
                 () = stop.cancelled() => return,
                 // A worker is probed when it comes, not a period later.
                 () = self.fleet.probe_due.notified() => {}
@@ -80,49 +91,62 @@ impl HealthProber {
             let targets = self.fleet.state().probe_targets();
             for target in targets {
                 if open.insert(target.clone()) {
-                    let keys = self.keys.headers(&target.worker, &target.url);
-                    answers.push(probe(self.client.clone(), keys, target));
+                    let probe = &self.probe;
+                    answers.push(async move {
+                        let result = probe.probe(&target).await;
+                        (target, result)
+                    });
                 }
             }
         }
     }
 }
 
-pub(super) async fn probe(
-    client: EngineClients,
-    keys: HeaderMap,
-    target: ProbeTarget,
-) -> (ProbeTarget, ProbeResult) {
-    let get = async |path| get(&client, &keys, &target, path).await;
-    let observation = match get("/health").await {
-        Ok(response) if response.status().is_success() => Observation::ProbePassed,
-        Err(error) if lacks_files(&error) => return (target, ProbeResult::Void),
-        Err(error) if is_refused(&error) => Observation::ConnectRefused,
-        Err(error) if error.is_connect() => match tls::failure_of(&error) {
-            Some(why) => return (target, ProbeResult::TlsRefused(why)),
-            None => Observation::ProbeFailed,
-        },
-        Ok(_) | Err(_) => Observation::ProbeFailed,
-    };
-    if observation == Observation::ProbePassed && !target.must_list.is_empty() {
-        // An unreadable list proves nothing: an engine may require a key.
-        let listed = models(get("/v1/models").await).await.unwrap_or_default();
+impl ProbeTarget {
+    /// What a passed probe shows, if the engine lists these models. Without a list it proves
+    /// nothing: an engine may require a key.
+    #[must_use]
+    pub fn seen(&self, listed: &BTreeSet<String>) -> Observation {
         let lacks = |model: &String| !listed.contains(model);
-        if !listed.is_empty() && target.must_list.iter().any(lacks) {
-            return (target, ProbeResult::Seen(Observation::OtherEngine));
+        if !listed.is_empty() && self.must_list.iter().any(lacks) {
+            return Observation::OtherEngine;
         }
+        Observation::ProbePassed
     }
-    (target, ProbeResult::Seen(observation))
 }
 
-async fn get(
-    client: &EngineClients,
-    keys: &HeaderMap,
-    target: &ProbeTarget,
-    path: &str,
-) -> Result<reqwest::Response, reqwest::Error> {
-    let request = client.get(&target.url, path).headers(keys.clone());
-    request.timeout(PROBE_DEADLINE).send().await
+impl EngineProbe for HttpProbe {
+    async fn probe(&self, target: &ProbeTarget) -> ProbeResult {
+        let observation = match self.get(target, "/health").await {
+            Ok(response) if response.status().is_success() => {
+                if target.must_list.is_empty() {
+                    return ProbeResult::Seen(Observation::ProbePassed);
+                }
+                let listed = models(self.get(target, "/v1/models").await).await;
+                target.seen(&listed.unwrap_or_default())
+            }
+            Err(error) if lacks_files(&error) => return ProbeResult::Void,
+            Err(error) if is_refused(&error) => Observation::ConnectRefused,
+            Err(error) if error.is_connect() => match tls::failure_of(&error) {
+                Some(why) => return ProbeResult::TlsRefused(why),
+                None => Observation::ProbeFailed,
+            },
+            Ok(_) | Err(_) => Observation::ProbeFailed,
+        };
+        ProbeResult::Seen(observation)
+    }
+}
+
+impl HttpProbe {
+    async fn get(
+        &self,
+        target: &ProbeTarget,
+        path: &str,
+    ) -> Result<reqwest::Response, reqwest::Error> {
+        let keys = self.keys.headers(&target.worker, &target.url);
+        let request = self.client.get(&target.url, path).headers(keys);
+        request.timeout(PROBE_DEADLINE).send().await
+    }
 }
 
 /// The models that the engine lists, if it shows them.

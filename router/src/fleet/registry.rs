@@ -32,7 +32,7 @@ const COLLECT_PERIOD: Duration = Duration::from_secs(3600);
 /// Attempts to write a drain while other routers write one of the same worker.
 const WRITES_MAX: usize = 4;
 
-pub(crate) struct FleetRegistry {
+pub struct FleetRegistry {
     pub fleet: Arc<Fleet>,
     pub plane: Arc<dyn Plane>,
     pub subjects: Subjects,
@@ -157,10 +157,11 @@ impl FleetRegistry {
     }
 
     /// Follows the registry until stopped. While the plane is unreachable the last state stands.
-    pub(crate) async fn follow(self: Arc<Self>, stop: CancellationToken) {
+    pub async fn follow(self: Arc<Self>, stop: CancellationToken) {
         // Cancel-safe: an event is applied by one synchronous call, and a write that is dropped is
         // repeated by the router that next finds it missing.
         tokio::select! {
+            biased;
             () = stop.cancelled() => {}
             () = self.listen() => {}
         }
@@ -178,15 +179,16 @@ impl FleetRegistry {
         }
         loop {
             tokio::select! {
-                event = workers.next() => self.worker_event(event).await,
-                event = contexts.next() => self.context_event(event),
-                event = drains.next() => self.drain_event(event, &drains),
-                _ = repairs.tick() => self.restore_drains().await,
+                biased;
                 _ = collections.tick(), if self.drains_read() => {
                     if let Err(error) = self.collect_drains(unix_time().as_secs()).await {
                         tracing::debug!(%error, "cannot collect drain entries");
                     }
                 }
+                _ = repairs.tick() => self.restore_drains().await,
+                event = contexts.next() => self.context_event(event),
+                event = drains.next() => self.drain_event(event, &drains),
+                event = workers.next() => self.worker_event(event).await,
             }
         }
     }

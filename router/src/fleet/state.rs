@@ -44,7 +44,7 @@ pub(crate) struct FleetWorker {
 
 /// An address to probe.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ProbeTarget {
+pub struct ProbeTarget {
     pub worker: WorkerId,
     pub url: String,
     /// The models that the engine must list. Empty while the worker is registered.

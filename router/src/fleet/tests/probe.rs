@@ -1,7 +1,7 @@
 use std::io;
 
 use axum::Router;
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::StatusCode;
 use axum::routing::get;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
@@ -9,9 +9,14 @@ use tokio_util::task::TaskTracker;
 use tower::util::MapFutureLayer;
 use warmroute_process::tls::EngineTls;
 
-use super::super::probe::{ProbeResult, probe};
 use super::*;
 use crate::engine_clients::{EngineClients, SocketRule};
+use crate::engine_keys::EngineKeys;
+
+async fn probe(client: EngineClients, target: &ProbeTarget) -> ProbeResult {
+    let keys = EngineKeys::default();
+    HttpProbe { client, keys }.probe(target).await
+}
 
 #[tokio::test]
 async fn an_unregistered_worker_must_list_its_models() {
@@ -45,7 +50,7 @@ async fn an_unregistered_worker_must_list_its_models() {
             url: format!("{url}/{engine}"),
             must_list: models.into_iter().map(str::to_owned).collect(),
         };
-        let (_, result) = probe(client.clone(), HeaderMap::new(), target).await;
+        let result = probe(client.clone(), &target).await;
         assert_eq!(result, ProbeResult::Seen(expected), "{engine}");
     }
     server.abort();
@@ -63,7 +68,7 @@ async fn an_engine_at_a_unix_socket_is_probed() {
             must_list: [].into(),
         };
         let client = crate::testing::engine_clients();
-        probe(client, HeaderMap::new(), target).await.1
+        probe(client, &target).await
     };
     assert_eq!(seen().await, ProbeResult::Seen(Observation::ConnectRefused));
     let listener = tokio::net::UnixListener::bind(&path).unwrap();
@@ -108,7 +113,7 @@ async fn a_probe_without_a_file_for_it_says_nothing_of_the_worker() {
             url: "http://127.0.0.1:1".to_owned(),
             must_list: [].into(),
         };
-        let (_, result) = probe(client.unwrap(), HeaderMap::new(), target).await;
+        let result = probe(client.unwrap(), &target).await;
         assert_eq!(result, expected, "{errno}");
     }
 }
