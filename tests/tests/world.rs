@@ -282,10 +282,18 @@ fn subscriptions_that_are_not_made_again_are_found() {
     }
 }
 
+/// Refused twice: a client makes four connections in the first seconds, and each is given time.
 #[test]
 fn missing_subscription_that_is_ready_is_found() {
     for fault in [DeafIndexer(0), DeafShim(0)] {
-        let found = broken_within(&calm(Breakage::DeafIsConnected, fault));
+        let plan = |seed| Plan {
+            broken: Some(Breakage::DeafIsConnected),
+            script: script(seed, &[(0, fault), (6_000, fault)]),
+            is_calm: true,
+            ..Plan::of(seed)
+        };
+        let plans: Vec<Plan> = (0..10 * WORLDS).map(plan).collect();
+        let found = broken_within(&plans);
         assert!(found.contains("is ready"), "{fault:?}: {found}");
     }
 }

@@ -15,7 +15,7 @@ use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason
 use warmroute_proto::view::SourceView;
 use warmroute_proto::{
     Digest, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, Record, RecordNumber, Source,
-    Tier, TierStates, Tiers, codec,
+    Tier, TierStates, Tiers, WorkerId, codec,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -417,6 +417,9 @@ impl World {
             if is_awake && let Err(why) = self.check_replica(at) {
                 self.fail(format!("router {at} {why}"));
             }
+            if is_awake {
+                self.check_fleet(at);
+            }
         }
         if let Some(since) = self.calm_since {
             self.look_for_health(since);
@@ -425,38 +428,48 @@ impl World {
 
     /// An indexer shows a worker as registered if and only if it is.
     fn check_registrations(&mut self, at: usize) {
-        let host = &self.hosts[self.indexers[at].host];
-        let is_lossy = self.rates.call_lost > 0 || self.rates.late > 0 || self.was_late;
-        let undisturbed = host.disturbed_at.max(host.stalled_until);
-        // An indexer follows the registry from when it follows the log.
-        let undisturbed = undisturbed.max(self.plane.log_led_from());
-        let is_cut = host.is_cut || host.subscriptions.lacks_inbox();
         let is_replicated = self.plane.kind == WorldPlane::Core;
-        if is_cut || is_lossy || is_replicated || undisturbed + SEEN_WITHIN > self.now {
+        // An indexer follows the registry from when it follows the log.
+        let is_late = self.plane.log_led_from() + SEEN_WITHIN > self.now;
+        if is_replicated || is_late || !self.sees_registry(self.indexers[at].host) {
             return;
         }
         let Some(shown) = self.read_index(at, Handle::workers) else {
             return;
         };
-        for worker in 0..self.engines.len() {
-            let worker = &self.engines[worker].source.worker;
+        let is_shown = |worker: &WorkerId| {
+            let mut shown = shown.iter();
+            shown.any(|view| view.instance_id == *worker && view.registered)
+        };
+        if let Some(why) = self.differing_registration(is_shown) {
+            self.fail(format!("indexer {at} {why}"));
+        }
+    }
+
+    /// Nothing disturbs this process and its calls for long enough to know the registry.
+    pub(super) fn sees_registry(&self, host: usize) -> bool {
+        let host = &self.hosts[host];
+        let is_lossy = self.rates.call_lost > 0 || self.rates.late > 0 || self.was_late;
+        let undisturbed = host.disturbed_at.max(host.stalled_until);
+        let is_cut = host.is_cut || host.subscriptions.lacks_inbox();
+        !is_cut && !is_lossy && undisturbed + SEEN_WITHIN <= self.now
+    }
+
+    /// A worker that is shown as registered and is not, or the reverse.
+    pub(super) fn differing_registration(
+        &self,
+        is_shown: impl Fn(&WorkerId) -> bool,
+    ) -> Option<String> {
+        self.engines.iter().find_map(|engine| {
+            let worker = &engine.source.worker;
             let key = self.subjects.worker_key(worker);
             let changed = self.checks.registry.registered.get(&key).map(|(at, _)| *at);
-            if changed.unwrap_or_default() + SEEN_WITHIN > self.now {
-                continue;
-            }
-            let is_there = self.plane.keys.contains_key(&key);
-            let is_shown = shown
-                .iter()
-                .any(|view| view.instance_id == *worker && view.registered);
-            if is_there != is_shown {
-                let why = format!(
-                    "indexer {at} shows the registration of {worker} as {is_shown}, it is {is_there}"
-                );
-                self.fail(why);
-                return;
-            }
-        }
+            let is_settled = changed.unwrap_or_default() + SEEN_WITHIN <= self.now;
+            let (is_there, is_shown) = (self.plane.keys.contains_key(&key), is_shown(worker));
+            (is_settled && is_there != is_shown).then(|| {
+                format!("shows the registration of {worker} as {is_shown}, it is {is_there}")
+            })
+        })
     }
 
     /// A lease ran out. After the storm every process that has one renews it.

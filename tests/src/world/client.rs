@@ -10,9 +10,10 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
-use warmroute_proto::{Generation, RecordNumber, Source, Tiers};
+use warmroute_proto::{Generation, RecordNumber, Source, Tiers, WorkerId};
 use warmroute_router::audit::UsageAudit;
 use warmroute_router::fleet::health::Observation;
+use warmroute_router::fleet::{Fleet, RequestResult, TrackedRequest};
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
 use warmroute_router::route::index_view::AnswerPosition;
 use warmroute_router::route::{
@@ -26,6 +27,7 @@ use warmroute_router::sync::head;
 use super::Breakage;
 use super::host::Http;
 use super::replica::Written;
+use super::shim::url;
 use super::sim_plane::{Outbox, Sent};
 
 /// Answers of one engine to one request that may wait.
@@ -77,6 +79,7 @@ pub(super) struct ClientContext {
     pub(super) observed: Arc<ObservedCore>,
     pub(super) index: IndexClient,
     pub(super) audit: UsageAudit,
+    pub(super) fleet: Arc<Fleet>,
     pub(super) outbox: Outbox,
     pub(super) broken: Option<Breakage>,
     /// Counts what is sent to engines.
@@ -143,7 +146,6 @@ pub(super) enum ClientNews {
     /// To an engine, whose answers come here.
     Submit(u64, Source, EngineRequest, mpsc::Sender<Http>),
     HangUp(u64, Source),
-    Seen(Source, Observation),
     /// A timer of a request ends after this time.
     RunAfter(Duration),
 }
@@ -167,6 +169,7 @@ struct EngineCall {
 struct Attempt {
     decision: Decision,
     slot: HeldSlot,
+    tracked: TrackedRequest,
     watch: Option<MoveWatch>,
     call: EngineCall,
     /// Workers that failed before.
@@ -177,7 +180,7 @@ struct Attempt {
 enum AttemptEnd {
     Over,
     /// This engine did not serve it.
-    Unserved(Source, Observation),
+    Unserved(Source),
 }
 
 impl HeldSlot {
@@ -233,7 +236,7 @@ impl ClientContext {
         self.run_after(DEADLINE);
         let reply = self.index.ask(request.prompt.hit_blocks()).await.ok();
         let stated = Arc::new(reply.as_ref().map(stated).unwrap_or_default());
-        let reply = self.reply_as_read(reply);
+        let reply = self.reply_as_read(reply, &stated);
         let mut tried = Vec::new();
         while let Some(attempt) = self.admit(&request, reply.as_ref(), &stated, &tried) {
             if request.is_probe {
@@ -245,8 +248,7 @@ impl ClientContext {
                 .await
             {
                 AttemptEnd::Over => return,
-                AttemptEnd::Unserved(source, seen) => {
-                    self.report(ClientNews::Seen(source.clone(), seen));
+                AttemptEnd::Unserved(source) => {
                     tried.push(source);
                     if tried.len() == ATTEMPTS_MAX {
                         return;
@@ -257,16 +259,18 @@ impl ClientContext {
     }
 
     /// An answer as the decision gets to see it.
-    fn reply_as_read(&self, mut reply: Option<IndexReply>) -> Option<IndexReply> {
-        if self.broken == Some(Breakage::OvertakenBelieved)
-            && let Some(IndexReply::Full(IndexAnswer::Runs { sources, .. })) = &mut reply
-        {
-            for source in sources {
-                source.generation = Generation(1);
-                source.number = None;
+    fn reply_as_read(&self, reply: Option<IndexReply>, stated: &Stated) -> Option<IndexReply> {
+        match stated.position {
+            Some(at) if self.broken == Some(Breakage::OvertakenBelieved) => {
+                let sources = stated.sources.iter().map(without_number).collect();
+                Some(IndexReply::Full(IndexAnswer::Runs {
+                    log: at.log,
+                    position: at.position,
+                    sources,
+                }))
             }
+            Some(_) | None => reply,
         }
-        reply
     }
 
     /// Chooses and accounts.
@@ -304,6 +308,7 @@ impl ClientContext {
         })));
         let call = self.call(no, &decision.source, request);
         Some(Box::new(Attempt {
+            tracked: self.tracked(&decision.source),
             decision,
             slot,
             watch,
@@ -311,6 +316,11 @@ impl ClientContext {
             tried: tried.to_vec(),
             is_prefilled: false,
         }))
+    }
+
+    fn tracked(&self, source: &Source) -> TrackedRequest {
+        let worker = &source.worker;
+        self.fleet.request_began(worker, &url(worker))
     }
 
     fn call(&self, no: u64, source: &Source, request: &ClientRequest) -> EngineCall {
@@ -383,6 +393,7 @@ impl ClientContext {
             Http::FirstToken if request.is_streaming => {
                 attempt.watch = None;
                 attempt.is_prefilled = true;
+                attempt.tracked.report(RequestResult::Answered);
                 attempt.slot.guard().first_token();
                 return Err(attempt);
             }
@@ -393,6 +404,7 @@ impl ClientContext {
             Http::FirstToken | Http::Block => return Err(attempt),
             Http::Done(cached_tokens) => {
                 attempt.call.is_over = true;
+                attempt.tracked.report(RequestResult::Answered);
                 if let Some(cached) = cached_tokens {
                     let cached = u32::try_from(cached).unwrap_or(u32::MAX);
                     self.audit
@@ -402,22 +414,30 @@ impl ClientContext {
             }
             Http::Rejected => {
                 attempt.call.is_over = true;
+                attempt.tracked.report(RequestResult::Answered);
                 attempt.slot.end(SlotGuard::fail);
             }
             Http::Refused | Http::Broken => {
                 attempt.call.is_over = true;
-                let seen = match what {
-                    Http::Refused => Observation::ConnectRefused,
-                    _ => Observation::ProbeFailed,
-                };
+                match what {
+                    Http::Refused => self.refused(&attempt.decision.source.worker),
+                    _ => attempt.tracked.report(RequestResult::Broken),
+                }
                 attempt.slot.end(SlotGuard::fail);
                 if !has_begun {
-                    return Ok(AttemptEnd::Unserved(attempt.decision.source, seen));
+                    return Ok(AttemptEnd::Unserved(attempt.decision.source));
                 }
-                self.report(ClientNews::Seen(attempt.decision.source, seen));
             }
         }
         Ok(AttemptEnd::Over)
+    }
+
+    /// A worker refused the connection.
+    fn refused(&self, worker: &WorkerId) {
+        if self.broken != Some(Breakage::HealthIgnored) {
+            let seen = Observation::ConnectRefused;
+            self.fleet.observe(worker, &url(worker), seen);
+        }
     }
 
     /// Decides again. `None`: the request stays.
@@ -458,6 +478,7 @@ impl ClientContext {
             request: Arc::clone(request),
             moved_from: Some(attempt.call.no),
         })));
+        attempt.tracked = self.tracked(&moved.decision.source);
         attempt.call = self.call(no, &moved.decision.source, request);
         attempt.decision = moved.decision;
     }
@@ -521,6 +542,20 @@ impl From<&SourceAnswer> for StatedSource {
             reason: answer.reason,
             run: answer.run,
         }
+    }
+}
+
+/// An answer that nothing overtakes.
+fn without_number(part: &StatedSource) -> SourceAnswer {
+    SourceAnswer {
+        source: part.source.clone(),
+        generation: Generation(1),
+        number: None,
+        engine_seq: None,
+        states: part.states,
+        reason: part.reason,
+        proof_age_ms: 0,
+        run: part.run,
     }
 }
 

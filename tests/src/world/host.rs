@@ -8,7 +8,6 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Broadcast, LogMessage, RegistryEvent, Reply as ReplyTo, ServiceRequest};
 use warmroute_proto::{EngineHealth, EngineSeq};
-use warmroute_router::fleet::health::Observation;
 use warmroute_router::sim::EngineRequest;
 use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
@@ -18,7 +17,7 @@ use super::deaf::SubscriptionState;
 use super::faults::Fault;
 use super::plane::{At, Op, Reply};
 use super::process::Process;
-use super::sim_plane::{ConnectionState, InfoAnswer, Outbox};
+use super::sim_plane::{ConnectionState, InfoAnswer, Listing, Outbox};
 use super::streams::Streams;
 
 /// Without an answer of the log an indexer credits nothing 2.5 s after it ran on, by its own clock.
@@ -248,8 +247,12 @@ pub(super) enum Input {
     Served(ReplyTo, Bytes),
     /// No process serves the subject.
     Unserved(ReplyTo),
-    /// An engine's health, as a router saw it.
-    Sight(usize, Observation),
+    /// An engine's answer to a router's probe.
+    Probed {
+        engine: usize,
+        to: oneshot::Sender<Listing>,
+        listing: Listing,
+    },
     /// An engine's answer to a request.
     Http(u64, Http),
 }
@@ -275,7 +278,6 @@ pub(super) enum Http {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Timer {
     Health,
-    Open,
     Arrive,
     /// A request's client leaves.
     Leave(u64),
@@ -338,10 +340,11 @@ pub(super) enum Event {
         from: ProcessId,
         no: Option<u64>,
     },
-    /// A router looks at an engine's health.
-    LookAt {
+    /// A router's probe reaches an engine.
+    ProbeEngine {
         engine: usize,
         from: ProcessId,
+        to: oneshot::Sender<Listing>,
     },
     Start(usize),
     Resume(usize),

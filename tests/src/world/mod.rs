@@ -3,9 +3,8 @@
 //!
 //! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
 //! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
-//! `shells`, `streams`, `services`). So are a router's replication, index client, rechecks and clock,
-//! with clients in its process (`client`); its fleet is the product's pure state of health behind a
-//! driver (`router`). Engines are the engine model with vLLM's wire format. Around them: virtual
+//! `shells`, `streams`, `services`). So are a router's replication, index client, rechecks, clock,
+//! registry follower and health checks (`router`), with clients in its process (`client`). Engines are the engine model with vLLM's wire format. Around them: virtual
 //! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut,
 //! rolled back and recreated, a registry with leases. Why it is built so:
 //! `docs/adr/0014-simulated-shells.md`.
@@ -69,6 +68,7 @@ use indexer::Indexer;
 use plane::{At, Log, Plane};
 use router::Router;
 use shim::Shim;
+use wire::Draws;
 
 /// A rule that a test breaks on purpose, to see that breaking it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,6 +196,9 @@ pub struct World {
     rng: Rng,
     /// A generator for later additions, so that the worlds of earlier seeds remain.
     dice: Rng,
+    /// The generator for what a router's fleet sends and receives ([`World::for_fleet`]).
+    fleet_dice: Rng,
+    draws: Draws,
     rates: Rates,
     broken: Option<Breakage>,
     plane: Plane,
@@ -276,6 +279,8 @@ impl World {
             trace: plan.is_traced.then(Vec::new),
             rng,
             dice,
+            fleet_dice: Rng::with_seed(plan.seed ^ 0xF1EE_7000),
+            draws: Draws::OfAll,
         };
         // A generation whose key no other process has is lost with its shim (ADR 26).
         world.checks.history_lost = plan.plane == WorldPlane::Core;
@@ -423,7 +428,7 @@ impl World {
                 request,
             } => self.serve(engine, from, no, *request),
             Event::HangUp { engine, from, no } => self.hang_up(engine, from, no),
-            Event::LookAt { engine, from } => self.look_at(engine, from),
+            Event::ProbeEngine { engine, from, to } => self.probe_engine(engine, from, to),
             Event::Resume(host) => self.resume(host),
             Event::Reconnected(process) => self.reconnected(process),
             Event::Start(host) => self.start(host),

@@ -30,7 +30,7 @@ use super::client::{AnswerForm, ClientNews, ClientRequest, Decided, StatedSource
 use super::host::{Event, Input, Kind, Timer};
 use super::life::draw_request;
 use super::plane::At;
-use super::router::{PROBE_EVERY, RouterRun};
+use super::router::{HEALTH_EVERY, PROBE_EVERY, RouterRun};
 
 /// Clients come so long into the calm.
 const COME_ON: Duration = Duration::from_secs(3);
@@ -124,6 +124,8 @@ impl World {
                     self.arrive(at, run, Purpose::Answer);
                 }
             }
+            // The process runs when its probes are due: they leave at their own time.
+            Input::Timer(Timer::Health) => self.timer(host, HEALTH_EVERY, Timer::Health),
             Input::Timer(Timer::Probe) => {
                 self.timer(host, PROBE_EVERY, Timer::Probe);
                 let since = self.checks.routers.index_well_since;
@@ -147,13 +149,10 @@ impl World {
     }
 
     fn arrive(&mut self, at: usize, run: &mut RouterRun, purpose: Purpose) {
-        let sizes = run
-            .fleet
-            .values()
-            .filter_map(|member| member.entry.block_size);
-        let Some(size) = sizes.into_iter().next() else {
+        let Some(&engine) = run.met.keys().next() else {
             return;
         };
+        let size = self.engines[engine].life.config.block_size;
         // Where one engine's blocks are large and another one's cache is small, most prompts fit
         // nowhere.
         let draws = match purpose {
@@ -396,10 +395,6 @@ impl World {
                 let no = Some(no);
                 let after = self.delay();
                 self.plan(after, Event::HangUp { engine, from, no });
-            }
-            ClientNews::Seen(source, seen) => {
-                let engine = self.worker(&source).unwrap();
-                self.see(&mut run, engine, seen);
             }
             ClientNews::RunAfter(after) => self.run_after(host, after),
         }

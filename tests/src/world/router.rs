@@ -1,37 +1,38 @@
 //! Routers: processes, what they know of the fleet, and what comes to them.
 //!
-//! The product's `Replication`, `IndexClient`, `Rechecks` and clock around a `SharedCore`, tasks and
-//! all, and clients (`client`). Beside them `fleet` of the router's shell without tasks.
+//! The product's `Replication`, `IndexClient`, `Rechecks`, `FleetRegistry`, `HealthProber` and clock
+//! around a `SharedCore`, tasks and all, and clients (`client`).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
 use prometheus::IntCounter;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_plane::{RegistryEvent, Revision};
 use warmroute_process::tasks::Tasks;
-use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::{Generation, RouterId, WorkerId, codec};
+use warmroute_proto::{Generation, RouterId, WorkerId};
 use warmroute_router::audit::UsageAudit;
-use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
+use warmroute_router::fleet::{Fleet, FleetRegistry, HealthProber};
 use warmroute_router::index_client::IndexClient;
+use warmroute_router::ready::Ready;
 use warmroute_router::replication::{Replication, ReplicationHandle};
-use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy};
+use warmroute_router::route::{Core, CoreConfig, Knobs, Policy};
 use warmroute_router::shared_core::SharedCore;
 
 use super::client::{ClientContext, ObservedCore};
 use super::engine::EngineNode;
-use super::host::{Event, Http, Input, ProcessId, Timer};
-use super::plane::{At, Changed};
+use super::host::{Event, Http, Input, Kind, ProcessId, Timer};
+use super::plane::At;
 use super::requests::Shown;
+use super::sim_plane::{Listing, SimProbe};
 use super::{Breakage, World};
 
-const HEALTH_EVERY: Duration = Duration::from_secs(1);
-const RETRY: Duration = Duration::from_millis(500);
+pub(super) const HEALTH_EVERY: Duration = Duration::from_secs(1);
+/// A worker that is not registered is forgotten after so long a silence.
+const FORGET_AFTER: Duration = Duration::from_secs(30);
 pub(super) const PROBE_EVERY: Duration = Duration::from_millis(500);
 
 pub(super) struct Router {
@@ -45,13 +46,9 @@ pub(super) struct RouterRun {
     pub(super) client: Arc<ClientContext>,
     /// The clients' tasks.
     pub(super) clients: TaskTracker,
-    ready: Arc<AtomicBool>,
-    pub(super) fleet: BTreeMap<WorkerId, Member>,
-    /// Engines whose health is being asked for.
-    looking_at: BTreeSet<usize>,
-    /// It listens to the registry.
-    is_open: bool,
-    seen: BTreeMap<String, Revision>,
+    ready: Arc<Ready>,
+    /// Changes of the fleet that the world has not looked at.
+    fleet_changes: watch::Receiver<()>,
     pub(super) next_request: u64,
     /// Clients that leave before their answer is complete, by request.
     pub(super) leaves: BTreeMap<u64, CancellationToken>,
@@ -61,6 +58,8 @@ pub(super) struct RouterRun {
     cleared: u64,
     /// When each engine's worker was first seen.
     pub(super) met: BTreeMap<usize, At>,
+    /// When each engine was met or passed a probe last, by the process's clock.
+    answered_at: BTreeMap<usize, Instant>,
     /// What answers showed of each source and of the log, for the checks.
     pub(super) shown: BTreeMap<usize, Shown<Generation>>,
     pub(super) shown_log: Shown<(u64, u64)>,
@@ -70,19 +69,43 @@ pub(super) struct RouterRun {
 }
 
 impl RouterRun {
+    fn new(
+        id: RouterId,
+        replication: ReplicationHandle,
+        client: ClientContext,
+        ready: Arc<Ready>,
+    ) -> Self {
+        Self {
+            id,
+            replication,
+            fleet_changes: client.fleet.changes(),
+            client: Arc::new(client),
+            clients: TaskTracker::new(),
+            ready,
+            next_request: 0,
+            leaves: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            cleared: 0,
+            met: BTreeMap::new(),
+            answered_at: BTreeMap::new(),
+            shown: BTreeMap::new(),
+            shown_log: Shown::default(),
+            probed: None,
+            doubted: None,
+        }
+    }
+
     pub(super) fn is_ready(&self) -> bool {
-        self.ready.load(Ordering::Relaxed)
+        self.ready.is_initialized()
     }
 
     pub(super) fn shared_core(&self) -> &SharedCore {
         &self.client.observed.core
     }
-}
 
-/// A worker as `fleet::Member` has it.
-pub(super) struct Member {
-    pub(super) entry: WorkerEntry,
-    pub(super) health: WorkerHealth,
+    fn fleet(&self) -> &Fleet {
+        &self.client.fleet
+    }
 }
 
 impl World {
@@ -103,18 +126,36 @@ impl World {
         }));
         let written = Arc::clone(&self.checks.routers.written);
         let observed = Arc::new(ObservedCore::new(Arc::clone(&core), written));
-        let ready = Arc::<AtomicBool>::default();
+        let fleet = Fleet::new(Arc::clone(&core), None);
+        let ready = Arc::<Ready>::default();
+        // There are no tenants.
+        ready.limits_shared();
         let (latch, subjects, broken) = (ready.clone(), self.subjects.clone(), self.broken);
         let mut made = None;
         self.run_process(host, |plane, outbox, stop| {
             let index = IndexClient::new(plane.clone(), subjects.clone());
             let (audit, rechecks) = UsageAudit::new(core.clone(), index.clone(), counter());
             let clock = core.clone();
+            let registry = Arc::new(FleetRegistry {
+                fleet: fleet.clone(),
+                plane: plane.clone(),
+                subjects: subjects.clone(),
+                ready: latch.clone(),
+                unreadable: counter(),
+                drains_read: AtomicBool::default(),
+            });
+            let prober = HealthProber {
+                fleet: fleet.clone(),
+                probe: SimProbe(outbox.clone()),
+                period: HEALTH_EVERY,
+                ready: latch.clone(),
+            };
             let (replication, handle) = Replication::new(id, core, plane, subjects);
             let client = ClientContext {
                 observed,
                 index: index.clone(),
                 audit,
+                fleet,
                 outbox,
                 broken,
                 sent: AtomicU64::new(0),
@@ -122,38 +163,20 @@ impl World {
             made = Some((handle, client));
             let tasks = Tasks::new(counter());
             let ended = tasks.stop.clone();
-            let ready = move || latch.store(true, Ordering::Relaxed);
+            let ready = move || latch.load_known();
             tasks.spawn("replication", replication.run(ready, ended.clone()));
             let replicas = index.clone().follow_replicas(counter(), ended.clone());
             tasks.spawn("indexers", replicas);
             tasks.spawn("rosters", index.follow_rosters(ended.clone()));
             tasks.spawn("rechecks", rechecks.run(ended.clone()));
-            tasks.spawn("clock", clock.run_clock(ended));
+            tasks.spawn("clock", clock.run_clock(ended.clone()));
+            tasks.spawn("registry", registry.follow(ended.clone()));
+            tasks.spawn("health", prober.run(ended));
             run_tasks(tasks, stop)
         });
         let (replication, client) = made.unwrap();
-        let run = RouterRun {
-            id,
-            replication,
-            client: Arc::new(client),
-            clients: TaskTracker::new(),
-            ready,
-            fleet: BTreeMap::new(),
-            looking_at: BTreeSet::new(),
-            is_open: false,
-            seen: BTreeMap::new(),
-            next_request: 0,
-            leaves: BTreeMap::new(),
-            calls: BTreeMap::new(),
-            cleared: 0,
-            met: BTreeMap::new(),
-            shown: BTreeMap::new(),
-            shown_log: Shown::default(),
-            probed: None,
-            doubted: None,
-        };
+        let run = RouterRun::new(id, replication, client, ready);
         self.routers[at].run = Some(Box::new(run));
-        self.timer(host, Duration::ZERO, Timer::Open);
         self.timer(host, HEALTH_EVERY, Timer::Health);
         self.timer(host, PROBE_EVERY, Timer::Probe);
         self.plan_arrival(host);
@@ -184,9 +207,7 @@ impl World {
         let Some(mut run) = self.routers[at].run.take() else {
             return;
         };
-        if let Some(input) = self.fleet_input(at, &mut run, input) {
-            self.request_input(at, &mut run, input);
-        }
+        self.request_input(at, &mut run, input);
         self.routers[at].run = Some(run);
     }
 
@@ -202,147 +223,52 @@ impl World {
         if audit.strikes > 0 {
             self.fail(format!("router {at}: strike against the index: {audit:?}"));
         }
+        self.note_fleet(at);
     }
 
-    fn open_router(&mut self, at: usize, run: &mut RouterRun) {
-        let host = self.routers[at].host;
-        if self.hosts[host].is_cut {
-            self.timer(host, RETRY, Timer::Open);
+    /// Notes which workers the router knows. It forgets one only once that was silent for long.
+    fn note_fleet(&mut self, at: usize) {
+        let changed = |run: &&mut Box<RouterRun>| run.fleet_changes.has_changed().unwrap();
+        if self.routers[at].run.as_mut().filter(changed).is_none() {
             return;
         }
-        run.is_open = true;
-        let keys: Vec<_> = self.watched_by_routers();
-        for (key, entry) in keys {
-            let event = RegistryEvent::Put { key, entry };
-            self.in_order(host, Input::Registry(0, event));
-        }
-        self.in_order(host, Input::Registry(0, RegistryEvent::Current));
-    }
-
-    fn watched_by_routers(&self) -> Vec<(String, warmroute_plane::RegistryEntry)> {
-        let prefix = self.subjects.worker_keys();
-        let keys = self.plane.keys.iter();
-        keys.filter(|(key, _)| key.starts_with(&prefix))
-            .map(|(key, entry)| (key.clone(), entry.entry.clone()))
-            .collect()
-    }
-
-    pub(super) fn tell_routers(&mut self, changes: &[Changed]) {
-        if self.routers.is_empty() {
-            return;
-        }
-        let prefix = self.subjects.worker_keys();
-        for Changed { key, entry } in changes {
-            if !key.starts_with(&prefix) {
-                continue;
-            }
-            let event = match entry.clone() {
-                Some(entry) => RegistryEvent::Put {
-                    key: key.clone(),
-                    entry,
-                },
-                None => RegistryEvent::Gone { key: key.clone() },
-            };
-            for at in 0..self.routers.len() {
-                let host = self.routers[at].host;
-                // The one that is being worked on asked for the change: it watches too.
-                let watches = self.routers[at].run.as_ref().is_none_or(|run| run.is_open);
-                if watches && !self.hosts[host].is_cut {
-                    self.in_order(host, Input::Registry(0, event.clone()));
-                }
-            }
-        }
-    }
-
-    /// Only the last change of the time without connection is delivered.
-    pub(super) fn router_watches_again(&mut self, at: usize) {
-        let host = self.routers[at].host;
-        let Some(run) = self.routers[at].run.as_ref().filter(|run| run.is_open) else {
+        let now = self.router_now(at);
+        let Some(run) = &mut self.routers[at].run else {
             return;
         };
-        let present = self.watched_by_routers();
-        let is_there = |key: &String| present.iter().any(|(there, _)| there == key);
-        let gone = run.seen.keys().filter(|key| !is_there(key));
-        let mut events: Vec<_> = gone
-            .map(|key| RegistryEvent::Gone { key: key.clone() })
-            .collect();
-        let is_new = |(key, entry): &&(String, warmroute_plane::RegistryEntry)| {
-            run.seen.get(key) != Some(&entry.revision)
+        run.fleet_changes.mark_unchanged();
+        let mut forgotten = None;
+        for (engine, node) in self.engines.iter().enumerate() {
+            // Its shim knows what it serves.
+            let is_known = run.fleet().model_of(&node.source.worker).is_some();
+            if is_known && !run.met.contains_key(&engine) {
+                run.met.insert(engine, self.now);
+                run.answered_at.insert(engine, now);
+            } else if !is_known && run.met.remove(&engine).is_some() {
+                let silent = now.duration_since(run.answered_at[&engine]);
+                if silent <= FORGET_AFTER {
+                    forgotten = Some((engine, silent));
+                }
+            }
+        }
+        if let Some((engine, silent)) = forgotten {
+            self.fail(format!(
+                "router {at} forgets engine {engine}, which was silent for {silent:?}"
+            ));
+        }
+    }
+
+    /// A router has a worker as registered if and only if it is.
+    pub(super) fn check_fleet(&mut self, at: usize) {
+        let Some(run) = &self.routers[at].run else {
+            return;
         };
-        events.extend(present.iter().filter(is_new).map(|(key, entry)| {
-            let (key, entry) = (key.clone(), entry.clone());
-            RegistryEvent::Put { key, entry }
-        }));
-        for event in events {
-            self.in_order(host, Input::Registry(0, event));
+        if !self.sees_registry(self.routers[at].host) {
+            return;
         }
-    }
-
-    // --- `fleet` and `workers`
-
-    fn fleet_input(&mut self, at: usize, run: &mut RouterRun, input: Input) -> Option<Input> {
-        let host = self.routers[at].host;
-        match input {
-            Input::Registry(_, event) => self.registry_says(at, run, event),
-            Input::Timer(Timer::Open) => self.open_router(at, run),
-            Input::Timer(Timer::Health) => {
-                self.timer(host, HEALTH_EVERY, Timer::Health);
-                self.look_at_workers(at, run);
-            }
-            Input::Sight(engine, sight) => {
-                run.looking_at.remove(&engine);
-                self.see(run, engine, sight);
-            }
-            other => return Some(other),
-        }
-        None
-    }
-
-    fn registry_says(&mut self, at: usize, run: &mut RouterRun, event: RegistryEvent) {
-        match event {
-            RegistryEvent::Put { key, entry } => {
-                run.seen.insert(key.clone(), entry.revision);
-                if let Ok(entry) = codec::decode::<WorkerEntry>(&entry.value) {
-                    let known = run.fleet.get(&entry.worker);
-                    if known.is_some_and(|known| known.entry == entry) {
-                        return;
-                    }
-                    let health = known.map_or_else(WorkerHealth::default, |known| known.health);
-                    let member = Member { entry, health };
-                    let worker = &member.entry.worker;
-                    let is_it = |node: &EngineNode| node.source.worker == *worker;
-                    // Its shim knows what it serves.
-                    let serves = !member.entry.models.is_empty();
-                    if serves && let Some(engine) = self.engines.iter().position(is_it) {
-                        run.met.entry(engine).or_insert(self.now);
-                    }
-                    run.fleet.insert(member.entry.worker.clone(), member);
-                    tell_core(run);
-                    self.look_at_workers(at, run);
-                }
-            }
-            // Knowledge outlives the registration.
-            RegistryEvent::Gone { key } => {
-                run.seen.remove(&key);
-                if self.broken == Some(Breakage::LeasesActedUpon)
-                    && let Some(worker) = self.subjects.key_worker(&key)
-                {
-                    run.fleet.remove(&worker);
-                    tell_core(run);
-                }
-            }
-            RegistryEvent::Current => {}
-        }
-    }
-
-    fn look_at_workers(&mut self, at: usize, run: &mut RouterRun) {
-        let from = self.process(self.routers[at].host);
-        for engine in 0..self.engines.len() {
-            let is_known = run.fleet.contains_key(&self.engines[engine].source.worker);
-            if is_known && run.looking_at.insert(engine) {
-                let after = self.delay();
-                self.plan(after, Event::LookAt { engine, from });
-            }
+        let differing = self.differing_registration(|worker| run.fleet().is_registered(worker));
+        if let Some(why) = differing {
+            self.fail(format!("router {at} {why}"));
         }
     }
 
@@ -350,46 +276,65 @@ impl World {
         (host, self.hosts[host].life)
     }
 
-    /// A question for its health reaches an engine.
-    pub(super) fn look_at(&mut self, engine: usize, from: ProcessId) {
-        let sight = if self.engines[engine].is_up {
-            Observation::ProbePassed
-        } else {
-            Observation::ConnectRefused
-        };
-        let after = self.delay();
-        self.send_process(from, after, Input::Sight(engine, sight));
+    // --- probes
+
+    pub(super) fn send_probe(
+        &mut self,
+        host: usize,
+        worker: &WorkerId,
+        to: oneshot::Sender<Listing>,
+    ) {
+        let is_it = |node: &EngineNode| node.source.worker == *worker;
+        let engine = self.engines.iter().position(is_it).unwrap();
+        let from = self.process(host);
+        let after = self.for_fleet(Self::delay);
+        self.plan(after, Event::ProbeEngine { engine, from, to });
     }
 
-    pub(super) fn see(&self, run: &mut RouterRun, engine: usize, sight: Observation) {
-        let worker = &self.engines[engine].source.worker;
-        let Some(member) = run.fleet.get_mut(worker) else {
-            return;
+    pub(super) fn probe_engine(
+        &mut self,
+        engine: usize,
+        from: ProcessId,
+        to: oneshot::Sender<Listing>,
+    ) {
+        let answers = self.engines[engine].is_up || self.broken == Some(Breakage::HealthIgnored);
+        let after = self.for_fleet(Self::delay);
+        let input = Input::Probed {
+            engine,
+            to,
+            listing: answers.then(|| ["m".to_owned()].into()),
         };
-        let turn = member.health.observe(sight);
-        let is_heeded = turn != HealthChange::Down || self.broken != Some(Breakage::HealthIgnored);
-        if turn != HealthChange::None && is_heeded {
-            tell_core(run);
+        self.send_process(from, after, input);
+    }
+
+    pub(super) fn accept_probe(
+        &mut self,
+        host: usize,
+        engine: usize,
+        to: oneshot::Sender<Listing>,
+        listing: Listing,
+    ) {
+        let Kind::Router(at) = self.hosts[host].kind else {
+            panic!("host {host} probes no engine");
+        };
+        if listing.is_some() {
+            let now = self.router_now(at);
+            if let Some(run) = &mut self.routers[at].run {
+                run.answered_at.insert(engine, now);
+            }
         }
+        drop(to.send(listing));
     }
-}
 
-/// `Fleet::publish`.
-fn tell_core(run: &mut RouterRun) {
-    let entries: Vec<WorkerEntry> = run
-        .fleet
-        .values()
-        .map(|member| member.entry.clone())
-        .collect();
-    let mut core = run.shared_core().core();
-    core.set_workers(&entries);
-    for member in run.fleet.values() {
-        let health = match member.health {
-            WorkerHealth::Healthy { .. } => route::Health::Healthy,
-            WorkerHealth::Unchecked => route::Health::Unknown,
-            WorkerHealth::Unhealthy => route::Health::Unhealthy,
-        };
-        core.set_health(&member.entry.worker, health);
+    /// A router that acts upon a lost lease forgets the worker.
+    pub(super) fn lease_as_lost(&self, host: usize, key: &str) {
+        if let Kind::Router(at) = self.hosts[host].kind
+            && self.broken == Some(Breakage::LeasesActedUpon)
+            && let Some(worker) = self.subjects.key_worker(key)
+            && let Some(run) = &self.routers[at].run
+        {
+            run.fleet().forget(&worker);
+        }
     }
 }
 

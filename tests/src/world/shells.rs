@@ -236,7 +236,12 @@ impl World {
                     running.streams.tails.retain(|tail| tail.id != id);
                 }
             }
-            Input::Registry(id, event) if id > 0 => self.accept_registry(host, id, event),
+            Input::Registry(id, event) => self.accept_registry(host, id, event),
+            Input::Probed {
+                engine,
+                to,
+                listing,
+            } => self.accept_probe(host, engine, to, listing),
             Input::Health(to, health) => drop(to.send(health)),
             Input::Info(to, info) => drop(to.send(info)),
             Input::Engine(event) => self.accept_engine_event(host, event),
@@ -302,6 +307,9 @@ impl World {
 
     fn accept_registry(&mut self, host: usize, id: u64, event: warmroute_plane::RegistryEvent) {
         use warmroute_plane::RegistryEvent;
+        if let RegistryEvent::Gone { key } = &event {
+            self.lease_as_lost(host, key);
+        }
         let Some(running) = &mut self.hosts[host].running else {
             return;
         };
@@ -369,6 +377,7 @@ impl World {
             Sent::Request(subject, request) => self.request(host, subject, request),
             Sent::Reconnect => self.reconnect(host),
             Sent::Client(news) => self.client_reports(host, news),
+            Sent::Probe(worker, to) => self.send_probe(host, &worker, to),
             Sent::Serve(subject, to) => {
                 if let Some(running) = &mut self.hosts[host].running {
                     running.streams.services.push((subject, to));

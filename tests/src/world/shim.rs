@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use warmroute_plane::LogMessage;
 use warmroute_proto::registry::GenerationEntry;
-use warmroute_proto::{DpRank, EngineSeq, Generation, Record, Source, codec};
+use warmroute_proto::{DpRank, EngineSeq, Generation, Record, Source, WorkerId, codec};
 use warmroute_shim::engine::{BlockCount, EngineEvent, EngineInfo, Frames, InfoError};
 use warmroute_shim::source::{GenerationCounts, GenerationReason, ReplayId};
 use warmroute_shim::{CheckpointStore, Handle, Service, ShimConfig};
@@ -58,7 +58,7 @@ impl World {
         // The limiter begins with the process.
         self.shims[at].begun.clear();
         let worker = self.engines[worker].source.worker.clone();
-        let url = format!("http://{worker}:8000");
+        let url = url(&worker);
         let mut config = ShimConfig::new(self.namespace.clone(), worker, url);
         config.kv_endpoint = Some("tcp://engine:5557".to_owned());
         config.kv_replay_endpoint = Some("tcp://engine:5558".to_owned());
@@ -286,6 +286,11 @@ pub(super) fn broken_replay(id: ReplayId) -> EngineEvent {
 
 fn sequence(frame: &[u8]) -> EngineSeq {
     EngineSeq(u64::from_be_bytes(frame.try_into().unwrap()))
+}
+
+/// A worker's URL.
+pub(super) fn url(worker: &WorkerId) -> String {
+    format!("http://{worker}:8000")
 }
 
 /// Which source a subject's worker is.

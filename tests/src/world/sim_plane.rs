@@ -1,6 +1,7 @@
 //! A process's side of the simulation: the plane, the engine and the disk as the product's shells
 //! see them. Every call goes into the process's [`Outbox`]; the world takes it from there.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,7 +19,9 @@ use warmroute_plane::{
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply as ReplyTo, Revision,
     ServiceRequest,
 };
-use warmroute_proto::{DpRank, EngineHealth, EngineSeq, LogPosition, Source};
+use warmroute_proto::{DpRank, EngineHealth, EngineSeq, LogPosition, Source, WorkerId};
+use warmroute_router::fleet::health::Observation;
+use warmroute_router::fleet::{EngineProbe, ProbeResult, ProbeTarget};
 use warmroute_shim::engine::{
     BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink, FlushRequest, InfoError,
     ReplayNotSent,
@@ -38,6 +41,9 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) type InfoAnswer = Result<EngineInfo, InfoError>;
 
+/// The models that an engine lists; `None` if it refuses the connection.
+pub(super) type Listing = Option<BTreeSet<String>>;
+
 /// What a process sends.
 #[derive(Debug)]
 pub(super) enum Sent {
@@ -53,6 +59,8 @@ pub(super) enum Sent {
     CheckHealth(oneshot::Sender<EngineHealth>),
     ReadInfo(oneshot::Sender<InfoAnswer>),
     SaveCheckpoint(Bytes),
+    /// A router probes a worker.
+    Probe(WorkerId, oneshot::Sender<Listing>),
     Client(ClientNews),
 }
 
@@ -530,6 +538,20 @@ impl EngineFeed for SimFeed {
         {
             self.accept(event, events);
         }
+    }
+}
+
+/// A router's client of the engines' health checks. Health and models come in one answer.
+pub(super) struct SimProbe(pub(super) Outbox);
+
+impl EngineProbe for SimProbe {
+    async fn probe(&self, target: &ProbeTarget) -> ProbeResult {
+        let (answer, answered) = oneshot::channel();
+        self.0.push(Sent::Probe(target.worker.clone(), answer));
+        ProbeResult::Seen(match answered.await {
+            Ok(Some(listed)) => target.seen(&listed),
+            Ok(None) | Err(_) => Observation::ConnectRefused,
+        })
     }
 }
 

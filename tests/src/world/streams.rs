@@ -34,6 +34,8 @@ pub(super) struct Watch {
     pub(super) id: u64,
     pub(super) to: mpsc::Sender<RegistryEvent>,
     pub(super) prefix: String,
+    /// A router's follower of workers and drains reads it.
+    pub(super) is_of_fleet: bool,
     pub(super) seen: BTreeMap<String, Revision>,
     /// Everything that was there at its begin came.
     pub(super) is_current: bool,

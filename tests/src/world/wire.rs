@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use fastrand::Rng;
 use warmroute_plane::{Broadcast, Connection, RegistryEvent, ServiceRequest};
 
 use super::host::{Event, Input, Kind, Planned, ProcessId, Then, Timer};
@@ -11,6 +12,13 @@ use super::{Breakage, World};
 
 /// How often a tail proves that its log is still there.
 const TAIL_CHECK: Duration = Duration::from_secs(5);
+
+/// Whose generator draws what happens to a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Draws {
+    OfAll,
+    OfFleets,
+}
 
 impl World {
     pub(super) fn plan(&mut self, after: Duration, event: Event) {
@@ -36,11 +44,18 @@ impl World {
             self.rates.delay_max
         };
         let max = u64::try_from(max.as_micros()).unwrap();
-        Duration::from_micros(self.rng.u64(50..max.max(51)))
+        Duration::from_micros(self.link_rng().u64(50..max.max(51)))
     }
 
     pub(super) fn strikes(&mut self, per_mille: u16) -> bool {
-        per_mille > 0 && self.rng.u16(0..1000) < per_mille
+        per_mille > 0 && self.link_rng().u16(0..1000) < per_mille
+    }
+
+    const fn link_rng(&mut self) -> &mut Rng {
+        match self.draws {
+            Draws::OfAll => &mut self.rng,
+            Draws::OfFleets => &mut self.fleet_dice,
+        }
     }
 
     pub(super) fn timer(&mut self, host: usize, local: Duration, timer: Timer) {
@@ -98,9 +113,39 @@ impl World {
         self.run_again(host);
     }
 
+    /// A router's probes and its follower of workers and drains draw from a generator of their own:
+    /// more or fewer of them do not shift the draws of all else.
+    pub(super) fn for_fleet<R>(&mut self, send: impl FnOnce(&mut Self) -> R) -> R {
+        let before = std::mem::replace(&mut self.draws, Draws::OfFleets);
+        let result = send(self);
+        self.draws = before;
+        result
+    }
+
+    /// Whether a router's follower of workers and drains watches these keys.
+    fn is_of_fleet(&self, host: usize, prefix: &str) -> bool {
+        let subjects = &self.subjects;
+        let watched = [
+            subjects.worker_keys(),
+            subjects.drain_keys(),
+            subjects.drain_context_keys(),
+        ];
+        let is_router = matches!(self.hosts[host].kind, Kind::Router(_));
+        is_router && watched.iter().any(|watched| watched == prefix)
+    }
+
     // --- questions to the plane
 
     pub(super) fn call(&mut self, host: usize, op: Op, then: Then, deadline: Duration) {
+        match &op {
+            Op::Watch(prefix, _) if self.is_of_fleet(host, prefix) => {
+                self.for_fleet(|world| world.send_call(host, op, then, deadline));
+            }
+            _ => self.send_call(host, op, then, deadline),
+        }
+    }
+
+    fn send_call(&mut self, host: usize, op: Op, then: Then, deadline: Duration) {
         let give_up = self.now + self.hosts[host].clock.span(deadline);
         let life = self.hosts[host].life;
         if self.hosts[host].is_cut || self.strikes(self.rates.call_lost) {
@@ -139,6 +184,15 @@ impl World {
     }
 
     pub(super) fn ask_plane(&mut self, from: ProcessId, op: Op, then: Then, give_up: At) {
+        match &op {
+            Op::Watch(prefix, _) if self.is_of_fleet(from.0, prefix) => {
+                self.for_fleet(|world| world.perform_call(from, op, then, give_up));
+            }
+            _ => self.perform_call(from, op, then, give_up),
+        }
+    }
+
+    fn perform_call(&mut self, from: ProcessId, op: Op, then: Then, give_up: At) {
         let (host, life) = from;
         if self.hosts[host].is_cut {
             let is_asked = !matches!(then, Then::Nothing);
@@ -207,17 +261,19 @@ impl World {
                 Reply::Done
             }
             Op::Watch(prefix, to) if is_there => {
+                let is_of_fleet = self.is_of_fleet(host, &prefix);
                 if let Some(running) = &mut self.hosts[host].running {
                     let id = running.streams.next_id();
                     let watch = Watch {
                         id,
                         to,
                         prefix,
+                        is_of_fleet,
                         seen: Default::default(),
                         is_current: false,
                     };
                     running.streams.watches.push(watch);
-                    self.begin_watch(host, id);
+                    self.send_news(host, id);
                 }
                 Reply::Done
             }
@@ -327,19 +383,38 @@ impl World {
 
     // --- the registry's watchers
 
-    fn begin_watch(&mut self, host: usize, id: u64) {
-        let events = self.news_of(host, id);
-        for event in events {
-            self.in_order(host, Input::Registry(id, event));
+    /// Sends what a watch has not seen.
+    fn send_news(&mut self, host: usize, id: u64) {
+        let Some(watch) = self.watch(host, id) else {
+            return;
+        };
+        let is_current = watch.is_current;
+        let mut events = self.news_of(host, id);
+        if !is_current {
+            events.push(RegistryEvent::Current);
         }
-        self.in_order(host, Input::Registry(id, RegistryEvent::Current));
+        for event in events {
+            self.send_event(host, id, event);
+        }
+    }
+
+    fn send_event(&mut self, host: usize, id: u64, event: RegistryEvent) {
+        let is_of_fleet = self.watch(host, id).is_some_and(|watch| watch.is_of_fleet);
+        let input = Input::Registry(id, event);
+        match is_of_fleet {
+            true => self.for_fleet(|world| world.in_order(host, input)),
+            false => self.in_order(host, input),
+        }
+    }
+
+    fn watch(&self, host: usize, id: u64) -> Option<&Watch> {
+        let running = self.hosts[host].running.as_ref()?;
+        running.streams.watches.iter().find(|watch| watch.id == id)
     }
 
     /// What a watch has not seen of the registry as it is.
     fn news_of(&self, host: usize, id: u64) -> Vec<RegistryEvent> {
-        let streams = self.hosts[host].running.as_ref().map(|it| &it.streams);
-        let watches = streams.into_iter().flat_map(|streams| &streams.watches);
-        let Some(watch) = watches.into_iter().find(|watch| watch.id == id) else {
+        let Some(watch) = self.watch(host, id) else {
             return Vec::new();
         };
         let gone = watch
@@ -363,7 +438,6 @@ impl World {
 
     pub(super) fn tell_watchers(&mut self) {
         let changes = std::mem::take(&mut self.plane.changed);
-        self.tell_routers(&changes);
         for Changed { key, entry } in changes {
             let known = self.checks.registry.registered.get(&key);
             if known.is_some_and(|(_, was_there)| *was_there) != entry.is_some() {
@@ -392,7 +466,7 @@ impl World {
                         Some(entry) => RegistryEvent::Put { key, entry },
                         None => RegistryEvent::Gone { key },
                     };
-                    self.in_order(host, Input::Registry(watch, event));
+                    self.send_event(host, watch, event);
                 }
             }
         }
@@ -457,9 +531,6 @@ impl World {
         }
         self.on_new_connection(host);
         self.reconnect_streams(host);
-        if let Kind::Router(at) = self.hosts[host].kind {
-            self.router_watches_again(at);
-        }
     }
 
     pub(super) fn reconnect_streams(&mut self, host: usize) {
@@ -475,17 +546,12 @@ impl World {
         }
         let tails: Vec<u64> = running.streams.tails.iter().map(|tail| tail.id).collect();
         let watches = running.streams.watches.iter();
-        let watches: Vec<(u64, bool)> = watches.map(|watch| (watch.id, watch.is_current)).collect();
+        let watches: Vec<u64> = watches.map(|watch| watch.id).collect();
         for tail in tails {
             self.pump_soon(host, tail);
         }
-        for (watch, is_current) in watches {
-            for event in self.news_of(host, watch) {
-                self.in_order(host, Input::Registry(watch, event));
-            }
-            if !is_current {
-                self.in_order(host, Input::Registry(watch, RegistryEvent::Current));
-            }
+        for watch in watches {
+            self.send_news(host, watch);
         }
     }
 }
