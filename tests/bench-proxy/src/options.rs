@@ -24,7 +24,7 @@ pub struct Options {
     pub cores: Option<Cores>,
     /// Threads of clients, each with its own connections and requests.
     pub client_threads: usize,
-    /// Of one thread of clients in one round.
+    /// Requests of one thread of clients in one round.
     pub requests: usize,
     pub rounds: usize,
     /// Time of one measurement beside an attack, and of one without.

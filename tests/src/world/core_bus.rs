@@ -45,7 +45,7 @@ impl World {
                 let skew = CLOCK_SKEW * u32::try_from(host).unwrap();
                 Some(CorePlaneConfig {
                     namespace: self.namespace.clone(),
-                    id: self.dice.u64(..),
+                    id: self.dice.later.u64(..),
                     unix_ns: self.plane.clock(self.now + skew),
                     log_bytes_max: CorePlaneConfig::LOG_BYTES_MAX,
                 })

@@ -83,7 +83,7 @@ impl World {
     pub(super) fn deafen(&mut self, host: usize) -> bool {
         let after = self.millis(1_000..12_000);
         self.fault_lasts(after);
-        let drawn = self.dice.u8(0..3);
+        let drawn = self.dice.later.u8(0..3);
         let refused = Subscriptions {
             broadcasts: drawn != 1,
             inbox: drawn != 0,
@@ -104,7 +104,7 @@ impl World {
         if refused == Subscriptions::NONE {
             return;
         }
-        let is_text_lost = self.dice.u8(0..3) == 0;
+        let is_text_lost = self.dice.later.u8(0..3) == 0;
         let subscriptions = &mut self.hosts[host].subscriptions;
         subscriptions.is_text_lost = is_text_lost;
         subscriptions.changed_at = self.now;

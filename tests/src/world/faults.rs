@@ -468,20 +468,20 @@ impl World {
         else {
             return;
         };
-        if self.dice.u8(0..3) > 0 {
-            let worker = self.dice.usize(0..self.rates.workers);
+        if self.dice.later.u8(0..3) > 0 {
+            let worker = self.dice.later.usize(0..self.rates.workers);
             self.fault(Fault::StallShim(2 * worker));
         } else {
-            let indexer = self.dice.usize(0..self.rates.indexers);
+            let indexer = self.dice.later.usize(0..self.rates.indexers);
             self.fault(Fault::StallIndexer(indexer));
-            if self.dice.bool() {
-                let worker = self.dice.usize(0..self.rates.workers);
-                let after = Duration::from_millis(self.dice.u64(100..2_000));
+            if self.dice.later.bool() {
+                let worker = self.dice.later.usize(0..self.rates.workers);
+                let after = Duration::from_millis(self.dice.later.u64(100..2_000));
                 self.plan(after, Event::Fault(Fault::MachineDown(worker)));
             }
         }
         let mean = u64::try_from(every.as_millis()).unwrap();
-        let after = Duration::from_millis(self.dice.u64(1..2 * mean));
+        let after = Duration::from_millis(self.dice.later.u64(1..2 * mean));
         self.plan(after, Event::StallSome);
     }
 
@@ -498,8 +498,8 @@ impl World {
         let host = self.shims[2 * worker].host;
         let shim_ran = self.crash_for_good(host);
         let engine_ran = self.kill_engine(worker);
-        let engine_away = Duration::from_millis(self.dice.u64(10..6_000));
-        let shim_away = Duration::from_millis(self.dice.u64(9_000..15_000));
+        let engine_away = Duration::from_millis(self.dice.later.u64(10..6_000));
+        let shim_away = Duration::from_millis(self.dice.later.u64(9_000..15_000));
         self.fault_lasts(shim_away);
         self.plan(engine_away, Event::EngineStart(worker));
         self.plan(shim_away, Event::Start(host));
@@ -507,7 +507,7 @@ impl World {
     }
 
     fn stall(&mut self, host: usize) -> bool {
-        let after = Duration::from_millis(self.dice.u64(10..9_000));
+        let after = Duration::from_millis(self.dice.later.u64(10..9_000));
         self.fault_lasts(after);
         let node = &mut self.hosts[host];
         node.stalled_until = node.stalled_until.max(self.now + after);
@@ -557,7 +557,7 @@ impl World {
             }
             Fault::ClockJump => {
                 self.cut_all_for(10..2_000, 300);
-                let ahead = Duration::from_millis(self.dice.u64(0..60_000));
+                let ahead = Duration::from_millis(self.dice.later.u64(0..60_000));
                 self.plane.another_clock(ahead);
                 self.vouched.clock_jumped = Some(self.now);
                 true

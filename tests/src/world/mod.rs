@@ -4,10 +4,10 @@
 //! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
 //! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
 //! `shells`, `streams`, `services`). So are a router's replication, index client, rechecks, clock,
-//! registry follower and health checks (`router`), with clients in its process (`client`). Engines are the engine model with vLLM's wire format. Around them: virtual
-//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut,
-//! rolled back and recreated, a registry with leases. Why it is built so:
-//! `docs/adr/0014-simulated-shells.md`.
+//! registry follower and health checks (`router`), with clients in its process (`client`). Engines
+//! are the engine model with vLLM's wire format. Around them: virtual time, clocks that drift, links
+//! that delay, lose, repeat and reorder, a log that is trimmed, cut, rolled back and recreated, a
+//! registry with leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
 //! the storm all faults stop, and the world must be right again within a bounded time. `check` has
@@ -68,7 +68,7 @@ use indexer::Indexer;
 use plane::{At, Log, Plane};
 use router::Router;
 use shim::Shim;
-use wire::Draws;
+use wire::{LaterDice, MessageDice};
 
 /// A rule that a test breaks on purpose, to see that breaking it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,11 +194,7 @@ pub struct World {
     queue: BinaryHeap<Planned>,
     planned: u64,
     rng: Rng,
-    /// A generator for later additions, so that the worlds of earlier seeds remain.
-    dice: Rng,
-    /// The generator for what a router's fleet sends and receives ([`World::for_fleet`]).
-    fleet_dice: Rng,
-    draws: Draws,
+    dice: LaterDice,
     rates: Rates,
     broken: Option<Breakage>,
     plane: Plane,
@@ -278,9 +274,11 @@ impl World {
             was_late: false,
             trace: plan.is_traced.then(Vec::new),
             rng,
-            dice,
-            fleet_dice: Rng::with_seed(plan.seed ^ 0xF1EE_7000),
-            draws: Draws::OfAll,
+            dice: LaterDice {
+                later: dice,
+                fleets: Rng::with_seed(plan.seed ^ 0xF1EE_7000),
+                messages: MessageDice::Common,
+            },
         };
         // A generation whose key no other process has is lost with its shim (ADR 26).
         world.checks.history_lost = plan.plane == WorldPlane::Core;

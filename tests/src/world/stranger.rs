@@ -34,7 +34,7 @@ impl World {
         };
         let generation = Generation(u64::MAX);
         let source = last.source.clone();
-        match self.dice.u8(0..3) {
+        match self.dice.later.u8(0..3) {
             0 => self.say(&source, &Heartbeat { generation, ..last }),
             1 => {
                 let record = Record {

@@ -13,10 +13,19 @@ use super::{Breakage, World};
 /// How often a tail proves that its log is still there.
 const TAIL_CHECK: Duration = Duration::from_secs(5);
 
-/// Whose generator draws what happens to a message.
+/// Generators for later additions, so that the worlds of earlier seeds remain.
+#[derive(Debug)]
+pub(super) struct LaterDice {
+    pub(super) later: Rng,
+    /// For what a router's fleet sends and receives ([`World::for_fleet`]).
+    pub(super) fleets: Rng,
+    pub(super) messages: MessageDice,
+}
+
+/// The generator that draws what happens to a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Draws {
-    OfAll,
+pub(super) enum MessageDice {
+    Common,
     OfFleets,
 }
 
@@ -52,9 +61,9 @@ impl World {
     }
 
     const fn link_rng(&mut self) -> &mut Rng {
-        match self.draws {
-            Draws::OfAll => &mut self.rng,
-            Draws::OfFleets => &mut self.fleet_dice,
+        match self.dice.messages {
+            MessageDice::Common => &mut self.rng,
+            MessageDice::OfFleets => &mut self.dice.fleets,
         }
     }
 
@@ -116,9 +125,9 @@ impl World {
     /// A router's probes and its follower of workers and drains draw from a generator of their own:
     /// more or fewer of them do not shift the draws of all else.
     pub(super) fn for_fleet<R>(&mut self, send: impl FnOnce(&mut Self) -> R) -> R {
-        let before = std::mem::replace(&mut self.draws, Draws::OfFleets);
+        let before = std::mem::replace(&mut self.dice.messages, MessageDice::OfFleets);
         let result = send(self);
-        self.draws = before;
+        self.dice.messages = before;
         result
     }
 
