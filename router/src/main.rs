@@ -31,7 +31,7 @@ fn start() -> anyhow::Result<()> {
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
     tracing::info!(?config, "effective configuration");
-    let requests = runtime("requests", NonZeroUsize::MIN)?;
+    let requests = runtime("requests", config.threads.plane)?;
     let background = runtime("background", config.threads.background)?;
     let result = requests.block_on(run(config, background.handle(), announce_addresses));
     // A write into a full pipe never ends.

@@ -228,3 +228,38 @@ async fn an_engine_whose_load_cannot_be_read_is_shown_with_the_reason() {
     }
     served.stop().await;
 }
+
+/// As on a machine of four processors and more, where connections have threads of their own.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_on_several_threads_are_all_served_and_counted() {
+    let events = || async {
+        let event = |number: usize| format!("data: {{\"choices\":[{{\"index\":{number}}}]}}\n\n");
+        (0..20).map(event).collect::<String>() + "data: [DONE]\n\n"
+    };
+    let engine = engine(post(events)).await;
+    let served = Served::with_args("request_threads = 3\n", &["--worker", &engine]).await;
+    let url = format!("http://{}/v1/completions", served.running.addresses.public);
+    let body = json!({"model": "m", "prompt": [1], "stream": true});
+    let client = || async {
+        // Connections of its own.
+        let client = crate::testing::http_client();
+        let mut statuses = Vec::new();
+        for _ in 0..20 {
+            let answer = client.post(&url).json(&body).send().await.unwrap();
+            let status = answer.status();
+            let text = answer.text().await.unwrap();
+            statuses.push((status.as_u16(), text.matches("data: ").count()));
+        }
+        statuses
+    };
+    while client().await.iter().any(|status| *status != (200, 21)) {}
+    let all = futures_util::future::join_all((0..12).map(|_| client())).await;
+    assert!(
+        all.iter().flatten().all(|status| *status == (200, 21)),
+        "{all:?}"
+    );
+    while !served.running.app.core.core().own_slots().is_empty() {
+        sleep(Duration::from_millis(20)).await;
+    }
+    served.stop().await;
+}
