@@ -147,14 +147,9 @@ impl Running {
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
         let fitting = fitting_connections(&config, &settings.current());
-        let sockets = match config.nats {
-            Some(_) => SocketRule::Refused,
-            None => SocketRule::Allowed,
-        };
-        let threads = config.threads.connections;
-        let engines = EngineClient::new(&settings, Arc::clone(&metrics), fitting, sockets, threads)
-            .context("setting up the HTTP client")?;
-        let threads = ConnectionThreads::start(threads).context("starting the request threads")?;
+        let engines = engine_client(&config, &settings, &metrics, fitting)?;
+        let threads = ConnectionThreads::start(config.threads.connections);
+        let threads = threads.context("starting the threads for requests")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
         background.spawn("settings", watcher.run(tasks.stop.clone()));
@@ -301,9 +296,6 @@ impl Services {
         let subjects = Subjects::new(&config.namespace);
         let router = RouterId(Uuid::new_v4().into_bytes());
         let core = shared_core(config, router);
-        if self.deployment.nats().is_none() {
-            core.set_alone();
-        }
         let (ready, journal) = <(Arc<Ready>, Arc<Journal>)>::default();
         let unreadable = self.metrics.bad_entries();
 
@@ -610,6 +602,27 @@ fn fitting_connections(config: &Config, settings: &Settings) -> usize {
     fitting
 }
 
+fn engine_client(
+    config: &Config,
+    settings: &Arc<LiveSettings>,
+    metrics: &Arc<Metrics>,
+    requests_max: usize,
+) -> anyhow::Result<EngineClient> {
+    let sockets = match config.nats {
+        Some(_) => SocketRule::Refused,
+        None => SocketRule::Allowed,
+    };
+    let threads = config.threads.connections;
+    EngineClient::new(
+        settings,
+        Arc::clone(metrics),
+        requests_max,
+        sockets,
+        threads,
+    )
+    .context("setting up the HTTP client")
+}
+
 /// The settings in force, and their watcher.
 fn live_settings(
     config: &Config,
@@ -625,13 +638,17 @@ fn live_settings(
 
 fn shared_core(config: &Config, router: RouterId) -> Arc<SharedCore> {
     let (seed, _) = Uuid::new_v4().as_u64_pair();
-    SharedCore::new(Core::new(CoreConfig {
+    let core = SharedCore::new(Core::new(CoreConfig {
         knobs: config.knobs.clone(),
         router,
         // Below all that the registry gives: none is taken yet.
         incarnation: Generation(0),
         seed,
-    }))
+    }));
+    if config.nats.is_none() {
+        core.set_alone();
+    }
+    core
 }
 
 #[cfg(test)]
