@@ -1,7 +1,7 @@
 //! Readiness: whether clients should be sent here. Liveness does not depend on it.
 //!
 //! A router that leaves reports not-ready first and serves on: load balancers need a moment to
-//! notice, and no request may fail until then ([`notice`]). A drain by an operator lasts until it
+//! notice, and no request may fail until then (`notice`). A drain by an operator lasts until it
 //! is undone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
