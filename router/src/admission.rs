@@ -374,6 +374,7 @@ impl AdmissionTicket {
             let (notices, notice) = oneshot::channel();
             let request = queued(&self.demand, self.since, notices);
             let mut room = self.admission.room();
+            self.admission.core.await_room();
             room.give_back(&self.spot, request);
             drop(room);
             self.stage = TicketStage::Waiting(notice);

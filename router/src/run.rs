@@ -16,7 +16,7 @@ use tokio::time::{Duration, Instant, sleep_until, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
-use warmroute_process::connection_threads::ConnectionThreads;
+use warmroute_process::connection_threads::{self, ConnectionThreads};
 use warmroute_process::listen::bind;
 use warmroute_process::open_files;
 use warmroute_process::server::{ClientRules, Http2, Server, Shutdown};
@@ -94,6 +94,8 @@ pub struct Running {
 /// One port's connections and their shutdown.
 #[derive(Clone, Default)]
 struct Port {
+    /// That serve its connections, to the end of the last one.
+    threads: ConnectionThreads,
     shutdown: Shutdown,
     connections: TaskTracker,
 }
@@ -153,7 +155,10 @@ impl Running {
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
         background.spawn("settings", watcher.run(tasks.stop.clone()));
-        let clients = Port::default();
+        let clients = Port {
+            threads,
+            ..Port::default()
+        };
         let services = Services {
             metrics,
             settings,
@@ -188,15 +193,12 @@ impl Running {
         let connections_max = fitting.min(config.limits.connections);
         let rules = public_rules(settings);
         let public = server(public, proxy::router(app), connections_max, rules);
-        running.clients.serve(&tasks, "public", public, threads);
+        running.clients.serve(&tasks, "public", public);
         let access = admin_access(settings, addresses.admin);
         let router = admin_routes.guarded(&access);
         let rules = admin_rules(settings);
         let admin = server(admin, router, ADMIN_CONNECTIONS_MAX, rules);
-        let threads = ConnectionThreads::default();
-        running
-            .operators
-            .serve(&background, "admin", admin, threads);
+        running.operators.serve(&background, "admin", admin);
         Ok(running)
     }
 
@@ -245,12 +247,12 @@ impl Running {
 
 impl Port {
     /// Serves until the shutdown begins, then waits for the stop as every task does.
-    fn serve(&self, tasks: &Tasks, name: &'static str, server: Server, threads: ConnectionThreads) {
+    fn serve(&self, tasks: &Tasks, name: &'static str, server: Server) {
         let port = self.clone();
         let stop = tasks.stop.clone();
         tasks.spawn(name, async move {
             let stopped = port.shutdown.stop.clone();
-            let served = server.run_on(threads.clone(), port.shutdown, port.connections);
+            let served = server.run_on(port.threads, port.shutdown, port.connections);
             served.await;
             if stopped.is_cancelled() {
                 stop.cancelled().await;
@@ -592,7 +594,8 @@ const RANK_FILES: u64 = 16;
 fn fitting_connections(config: &Config, settings: &Settings) -> usize {
     let workers = config.workers.iter().chain(&settings.workers);
     let ranks: u64 = workers.map(|worker| u64::from(worker.ranks.get())).sum();
-    let fitting = open_files::connections_max(RANK_FILES * ranks);
+    let threads = connection_threads::FILES * config.threads.connections as u64;
+    let fitting = open_files::connections_max(RANK_FILES * ranks + threads);
     if fitting < config.limits.connections {
         tracing::warn!(
             connections = fitting,

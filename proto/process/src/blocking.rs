@@ -9,6 +9,8 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
 
+use crate::connection_threads;
+
 /// Niceness of a thread of low priority: a tenth of the processor time of a normal thread where both
 /// want it, so that a lock that it holds for a moment, such as the allocator's, is released soon.
 const LOW_PRIORITY: i32 = 10;
@@ -78,8 +80,10 @@ pub fn detach(work: impl FnOnce() + Send + 'static) {
     }
 }
 
+/// A thread that serves connections blocks none of them.
 fn has_one_thread() -> bool {
-    Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
+    let flavor = Handle::current().runtime_flavor();
+    flavor == RuntimeFlavor::CurrentThread && connection_threads::current_number().is_none()
 }
 
 #[cfg(test)]

@@ -14,6 +14,12 @@ use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
+/// Threads of each thread's blocking work: large bodies, names of engines. More wait.
+const BLOCKING_THREADS_MAX: usize = 16;
+
+/// Files of each thread's runtime.
+pub const FILES: u64 = 4;
+
 /// Time for blocking calls of a thread's tasks to end after it.
 const BLOCKING_END: Duration = Duration::from_secs(1);
 
@@ -52,10 +58,11 @@ impl Drop for OpenCount {
 impl ConnectionThreads {
     pub fn start(count: usize) -> io::Result<Self> {
         let end = CancellationToken::new();
+        let guard = end.clone().drop_guard();
         let threads = (0..count).map(|number| ConnectionThread::start(number, end.clone()));
         Ok(Self {
             threads: threads.collect::<io::Result<_>>()?,
-            _end: Some(Arc::new(end.drop_guard())),
+            _end: Some(Arc::new(guard)),
         })
     }
 
@@ -90,7 +97,10 @@ impl ConnectionThreads {
 
 impl ConnectionThread {
     fn start(number: usize, end: CancellationToken) -> io::Result<Self> {
-        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING_THREADS_MAX)
+            .build()?;
         let handle = runtime.handle().clone();
         let run = move || {
             NUMBER.set(Some(number));

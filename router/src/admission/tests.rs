@@ -139,6 +139,24 @@ async fn the_grant_of_a_client_that_is_gone_is_the_next_ones() {
 }
 
 /// From its grant on, until it has ended.
+/// The only waiting request, whose place another router took before it did.
+#[tokio::test(start_paused = true)]
+async fn a_grant_that_was_vain_waits_for_the_next_place_and_not_for_a_sweep() {
+    let door = Door::new(1);
+    let first = door.admit().unwrap();
+    let mut ticket = door.join();
+    settle().await;
+    drop(first);
+    ticket.granted().await.unwrap();
+    let second = door.admit().unwrap();
+    ticket.give_back();
+    settle().await;
+    let began = Instant::now();
+    drop(second);
+    ticket.granted().await.unwrap();
+    assert_eq!(began.elapsed(), Duration::ZERO);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_place_is_in_flight_once_and_as_long_as_it_is_used() {
     let door = Door::new(1);

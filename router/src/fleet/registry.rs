@@ -185,7 +185,11 @@ impl FleetRegistry {
                         tracing::debug!(%error, "cannot collect drain entries");
                     }
                 }
-                _ = repairs.tick() => self.restore_drains().await,
+                _ = repairs.tick() => {
+                    self.restore_drains().await;
+                    // Events have their turn however long that took.
+                    repairs.reset();
+                }
                 event = contexts.next() => self.context_event(event),
                 event = drains.next() => self.drain_event(event, &drains),
                 event = workers.next() => self.worker_event(event).await,

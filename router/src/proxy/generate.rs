@@ -284,9 +284,14 @@ impl App {
         let planned = match timeout(self.settings.current().prompt_timeout(), planned).await {
             Ok(planned) => planned.ok(),
             Err(_) => {
-                let _turn = self.prompts.late_turn().await;
+                let turn = self.prompts.late_turn().await;
                 let body = body.clone();
-                let plan = spawn_blocking(move || plan(route, &body.bytes, &without_tokens));
+                // A client that has gone does not end it, so it holds its turn itself.
+                let plan = spawn_blocking(move || {
+                    let planned = plan(route, &body.bytes, &without_tokens);
+                    drop(turn);
+                    planned
+                });
                 plan.await.ok()
             }
         };

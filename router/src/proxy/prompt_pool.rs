@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
 
 use crate::tokenize::TaskState;
@@ -38,7 +38,7 @@ pub(super) trait PromptJob: Send {
 /// A pool of threads, which end after their current step when the pool is dropped.
 pub(crate) struct PromptPool {
     jobs: Arc<JobQueues>,
-    late: Semaphore,
+    late: Arc<Semaphore>,
 }
 
 #[derive(Default)]
@@ -75,7 +75,7 @@ impl PromptPool {
     pub(crate) fn start() -> io::Result<Self> {
         let pool = Self {
             jobs: Arc::default(),
-            late: Semaphore::new(LATE_MAX),
+            late: Arc::new(Semaphore::new(LATE_MAX)),
         };
         let cores = thread::available_parallelism().map_or(1, usize::from);
         for number in 0..cores.clamp(2, THREADS_MAX) {
@@ -91,8 +91,8 @@ impl PromptPool {
     }
 
     /// Waits for the right to do without this pool what took too long in it.
-    pub(super) async fn late_turn(&self) -> Option<SemaphorePermit<'_>> {
-        self.late.acquire().await.ok()
+    pub(super) async fn late_turn(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.late).acquire_owned().await.ok()
     }
 
     pub(super) fn submit(&self, job: Box<dyn PromptJob>) {

@@ -532,7 +532,8 @@ async fn connections_are_spread_over_their_threads_and_stay_there() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let number = async || {
-        tokio::task::yield_now().await;
+        let blocking = crate::blocking::run(crate::connection_threads::current_number);
+        assert_eq!(blocking.await.unwrap(), None, "other connections go on");
         format!("{:?}", crate::connection_threads::current_number())
     };
     let server = Server {
