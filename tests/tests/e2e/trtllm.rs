@@ -155,6 +155,17 @@ async fn restart(fleet: &mut Fleet) {
     };
     fleet.until("the dead engine has no credit", is_lost).await;
     fleet.engines[0].process.restart().await;
+    // A probe may have failed in between.
+    let is_used = async |fleet: &Fleet| {
+        for router in 0..fleet.routers.len() {
+            let page = fleet.get(fleet.admin(router, "/workers")).await;
+            if page["workers"][0]["health"] != "healthy" {
+                return false;
+            }
+        }
+        true
+    };
+    fleet.until("routers use the engine again", is_used).await;
 }
 
 /// Sends a prompt of the topic until the index answers. Its credit is this, and the engine has it.
