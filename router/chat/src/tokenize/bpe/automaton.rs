@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use super::char_classes::{CharClasses, ClassMask};
 use super::pattern::{Node, Presence};
 
-/// Bounds the time and memory of loading. Known patterns have less than 100 of both kinds.
+/// Bounds the time and memory of loading.
 const STATES_MAX: usize = 512;
 
 /// The row of the state without places.
