@@ -1,5 +1,6 @@
 use std::pin::Pin;
 
+use futures_util::FutureExt as _;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::BlockSize;
 
@@ -139,6 +140,24 @@ async fn the_grant_of_a_client_that_is_gone_is_the_next_ones() {
 }
 
 /// From its grant on, until it has ended.
+/// A wake-up crosses threads and costs more than what it announces.
+#[tokio::test]
+async fn tasks_are_woken_for_waiting_requests_and_for_other_routers_only() {
+    let door = Door::new(1);
+    let core = &door.core;
+    let is_woken = || {
+        drop(door.admit().unwrap());
+        let written = core.written().now_or_never().is_some();
+        (core.room_changed().now_or_never().is_some(), written)
+    };
+    assert_eq!(is_woken(), (false, true));
+    core.await_room();
+    assert_eq!(is_woken(), (true, true));
+    core.ignore_room();
+    core.set_alone();
+    assert_eq!(is_woken(), (false, false));
+}
+
 /// The only waiting request, whose place another router took before it did.
 #[tokio::test(start_paused = true)]
 async fn a_grant_that_was_vain_waits_for_the_next_place_and_not_for_a_sweep() {

@@ -526,7 +526,7 @@ fn a_connection_of_former_certificates_serves_nothing_after_a_while() {
     assert_eq!(role.outdated_for(late), ConnectionRole::Outdated);
 }
 
-/// Each request's steps stay on the thread of its connection, which a shutdown waits for.
+/// Each request's steps stay on the thread of its connection, and blocking work does not.
 #[tokio::test]
 async fn connections_are_spread_over_their_threads_and_stay_there() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -545,7 +545,7 @@ async fn connections_are_spread_over_their_threads_and_stay_there() {
     };
     let (shutdown, tasks) = (Shutdown::default(), TaskTracker::new());
     let threads = ConnectionThreads::start(3).unwrap();
-    tasks.spawn(server.run_on(threads.clone(), shutdown.clone(), tasks.clone()));
+    tasks.spawn(server.run_on(threads, shutdown.clone(), tasks.clone()));
     let mut numbers: Vec<String> = Vec::new();
     let mut open = Vec::new();
     for _ in 0..6 {
