@@ -6,7 +6,7 @@
 #        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine
 #          compares routing by the cache, with engines that have one
 #        tests/bench-proxy/run.sh --cores 0-7 --client-threads 8 --load plain
-#          the proxies on these processors, with as many threads of clients, and these loads only
+#          the proxies on these processors, with as many threads of clients, and the loads whose names begin so
 #        tests/bench-proxy/run.sh --attacks --mock-engine target/release/warmroute-mock-engine
 #          measures quiet clients alone and beside each attack; takes --rounds, --seconds (of one
 #          measurement) and --only (part of the name of a proxy or an attack)

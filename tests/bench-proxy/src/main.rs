@@ -81,8 +81,8 @@ fn compare(
     let mut cells = Vec::new();
     let mut first_texts = (0..).step_by(REQUESTS_MAX);
     let is_wanted = |load: &Load| {
-        let part = options.load.as_deref();
-        part.is_none_or(|part| load.name().contains(part))
+        let start = options.load.as_deref();
+        start.is_none_or(|start| load.name().starts_with(start))
     };
     for load in loads.into_iter().filter(is_wanted) {
         let mut rounds: Vec<Vec<Round>> = proxies.iter().map(|_| Vec::new()).collect();

@@ -31,7 +31,7 @@ pub struct Options {
     pub measurement: Duration,
     /// Part of the names of proxies and attacks.
     pub only: Option<String>,
-    /// Part of the names of loads.
+    /// Beginning of the names of loads.
     pub load: Option<String>,
 }
 
