@@ -160,6 +160,9 @@ struct Predecessor {
 /// Blocks kept of a tier whose removals are not published: nothing else bounds them.
 const UNREMOVED_MAX: u64 = 1 << 20;
 
+/// Blocks whose memory is read together: the processor's innermost cache holds their nodes.
+const READ_AHEAD_MAX: usize = 128;
+
 /// Makes blocks opaque that the engine publishes in token pairs, which no router hashes.
 const PAIRS: u64 = 0x7061_6972_735f_6f66;
 
@@ -443,11 +446,13 @@ impl Mirror {
         if self.has_windows_only(tier) {
             return self.store_by_chain(stored, block_tokens, at);
         }
-        self.read_ahead(&stored.hashes);
         let mut position = self.start_of(stored)?;
         let mut keys = stored.keys.iter().peekable();
         let blocks = stored.tokens.chunks_exact(block_tokens);
         for (index, (&hash, tokens)) in stored.hashes.iter().zip(blocks).enumerate() {
+            if index % READ_AHEAD_MAX == 0 {
+                self.read_ahead(&stored.hashes[index..]);
+            }
             let block = StoreBlock {
                 hash,
                 tokens,
@@ -462,11 +467,12 @@ impl Mirror {
     /// Reads the memory that a change of these blocks needs. Folding mostly waits for it, one block
     /// after the other; these reads depend on nothing and wait together.
     fn read_ahead(&self, hashes: &[EngineHash]) {
-        let known = hashes.iter().filter_map(|&hash| {
-            let node = self.nodes.get(self.engine_hashes.node(hash)?)?;
-            self.nodes.find(node.prefix)
-        });
-        std::hint::black_box(known.count());
+        let mut known = [NodeId::NONE; READ_AHEAD_MAX];
+        for (id, &hash) in known.iter_mut().zip(hashes) {
+            *id = self.engine_hashes.node(hash).unwrap_or(NodeId::NONE);
+        }
+        let references = known.iter().filter_map(|&id| self.nodes.get(id));
+        std::hint::black_box(references.map(|node| node.references).max());
     }
 
     /// A store that does not identify its blocks by content, as offloading connectors send: no
@@ -679,8 +685,10 @@ impl Mirror {
             Some(GroupRole::Untracked) | None => None,
         };
         self.knowledge.saw_removal(tier, removed.group.is_some());
-        self.read_ahead(&removed.hashes);
-        for &hash in &removed.hashes {
+        for (index, &hash) in removed.hashes.iter().enumerate() {
+            if index % READ_AHEAD_MAX == 0 {
+                self.read_ahead(&removed.hashes[index..]);
+            }
             let had_reference = slot.is_some_and(|slot| {
                 let at = GroupTier { slot, tier };
                 self.subtract_chunk(hash, at);

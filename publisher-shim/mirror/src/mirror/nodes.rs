@@ -7,8 +7,7 @@
 mod family;
 mod load;
 
-use std::collections::hash_map::Entry;
-
+use hashbrown::HashTable;
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
@@ -116,7 +115,9 @@ impl Node {
 pub(super) struct Nodes {
     slab: Vec<Option<Node>>,
     free: Vec<NodeId>,
-    by_prefix: FxHashMap<PrefixHash, NodeId>,
+    /// All nodes, by the hashes of their prefixes. The prefixes are in the slab only, so that the
+    /// table stays in the processor's cache.
+    by_prefix: HashTable<NodeId>,
     further: FurtherGroups<NodeId>,
     aliases: FxHashMap<NodeId, Vec<EngineHash>>,
     /// `None` unless resume points are kept.
@@ -136,10 +137,6 @@ impl Nodes {
             .filter_map(|(id, node)| node.as_ref().map(|_| id))
     }
 
-    pub(super) fn find(&self, prefix: PrefixHash) -> Option<NodeId> {
-        self.by_prefix.get(&prefix).copied()
-    }
-
     pub(super) const fn slots(&self) -> usize {
         self.slab.len()
     }
@@ -155,20 +152,15 @@ impl Nodes {
     /// The node of a prefix, created if it does not exist. Its engine hash becomes an alias of an
     /// existing node. `None` if the slab is full.
     pub(super) fn find_or_insert(&mut self, new: NewNode) -> Option<NodeId> {
-        let vacant = match self.by_prefix.entry(new.prefix) {
-            Entry::Occupied(known) => {
-                let id = *known.get();
-                let node = self.slab.get(id.index())?.as_ref()?;
-                if node.engine != new.engine {
-                    let aliases = self.aliases.entry(id).or_default();
-                    if !aliases.contains(&new.engine) {
-                        aliases.push(new.engine);
-                    }
+        if let Some(id) = self.find(new.prefix) {
+            if self.get(id)?.engine != new.engine {
+                let aliases = self.aliases.entry(id).or_default();
+                if !aliases.contains(&new.engine) {
+                    aliases.push(new.engine);
                 }
-                return Some(id);
             }
-            Entry::Vacant(vacant) => vacant,
-        };
+            return Some(id);
+        }
         let node = Node::new(new);
         let id = match self.free.pop() {
             Some(id) => {
@@ -182,7 +174,7 @@ impl Nodes {
                 id
             }
         };
-        vacant.insert(id);
+        self.index(id, new.prefix);
         if let Some(parent) = self.get_mut(new.parent) {
             parent.children += 1;
         }
@@ -190,6 +182,21 @@ impl Nodes {
             family.add(id, new.parent);
         }
         Some(id)
+    }
+
+    fn find(&self, prefix: PrefixHash) -> Option<NodeId> {
+        let has_prefix = |&id: &NodeId| self.get(id).is_some_and(|node| node.prefix == prefix);
+        self.by_prefix.find(prefix.0, has_prefix).copied()
+    }
+
+    /// Makes a node findable, which no other node of its prefix is.
+    fn index(&mut self, id: NodeId, prefix: PrefixHash) {
+        let slab = &self.slab;
+        let hash = |id: &NodeId| {
+            let node = slab.get(id.index()).and_then(Option::as_ref);
+            node.map_or(0, |node| node.prefix.0)
+        };
+        self.by_prefix.insert_unique(prefix.0, id, hash);
     }
 
     /// Lists the children of each node from now on.
@@ -253,7 +260,12 @@ impl Nodes {
                 return;
             };
             self.free.push(id);
-            self.by_prefix.remove(&node.prefix);
+            if let Ok(entry) = self
+                .by_prefix
+                .find_entry(node.prefix.0, |&known| known == id)
+            {
+                entry.remove();
+            }
             forgotten(node.engine);
             if let Some(aliases) = self.aliases.remove(&id) {
                 aliases.into_iter().for_each(&mut forgotten);

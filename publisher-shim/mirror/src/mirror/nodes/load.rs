@@ -102,9 +102,10 @@ impl Nodes {
                 if let Some(parent) = self.get_mut(parent) {
                     parent.children += 1;
                 }
-                if self.by_prefix.insert(prefix, at).is_some() {
+                if self.find(prefix).is_some_and(|known| known != at) {
                     return None;
                 }
+                self.index(at, prefix);
                 visits[at.index()] = Visit::Done;
                 order.push(at);
             }
