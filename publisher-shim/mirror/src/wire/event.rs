@@ -8,14 +8,17 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::keys::{self, EventKeys, KeyContext};
 use super::msgpack::{Cursor, ValueKind, WireError};
+use super::removal::RemovalShape;
 use super::{
     BlockGroup, CacheEvent, EngineHash, EngineName, GroupKind, LoraRef, Medium, RemovedBlocks,
     StoredBlocks,
 };
 
 /// What an event is.
-pub(super) enum Decoded {
+pub(super) enum Decoded<'a> {
     Event(CacheEvent),
+    /// A removal, and the bytes that further ones share with it.
+    Removed(RemovedBlocks, Option<RemovalShape<'a>>),
     /// A store in a group of a kind with this name.
     OfUnknownKind(CacheEvent, EngineName),
     /// It concerns memory that is not tracked.
@@ -38,6 +41,9 @@ struct Fields<'a> {
     len: usize,
     /// `None` also for one that does not decode, as for the tokens.
     hashes: Option<Vec<EngineHash>>,
+    hashes_bytes: usize,
+    /// Bytes of the payload behind the hashes.
+    bytes_behind: usize,
     parent: Raw<'a>,
     tokens: Option<TokenIds>,
     block_size: Raw<'a>,
@@ -55,7 +61,8 @@ struct Fields<'a> {
 }
 
 /// Decodes one event and passes over it. An error is one of the payload: no later event is found.
-pub(super) fn decode(cursor: &mut Cursor<'_>) -> Result<Decoded, WireError> {
+pub(super) fn decode<'a>(cursor: &mut Cursor<'a>) -> Result<Decoded<'a>, WireError> {
+    let start = cursor.rest();
     let mut fields_end = *cursor;
     let Ok(mut fields) = Fields::read(&mut fields_end) else {
         cursor.skip()?;
@@ -68,7 +75,12 @@ pub(super) fn decode(cursor: &mut Cursor<'_>) -> Result<Decoded, WireError> {
         "BlockStored" => fields
             .stored()
             .unwrap_or_else(|_| Decoded::UnknownStore(EngineName::new(tag))),
-        "BlockRemoved" => fields.removed().unwrap_or_else(|_| unknown()),
+        "BlockRemoved" => {
+            let event = &start[..start.len() - cursor.rest().len()];
+            let bytes_after = fields.bytes_behind.saturating_sub(cursor.rest().len());
+            let shape = RemovalShape::of(event, fields.hashes_bytes, bytes_after);
+            fields.removed(shape).unwrap_or_else(|_| unknown())
+        }
         "AllBlocksCleared" => Decoded::Event(CacheEvent::Cleared),
         _ => unknown(),
     })
@@ -102,12 +114,20 @@ impl<'a> Fields<'a> {
             let key = cursor.str()?;
             match key {
                 "type" => fields.tag = cursor.str()?,
-                "block_hashes" => fields.hashes = decoded(cursor, hashes)?,
+                "block_hashes" => fields.read_hashes(cursor)?,
                 "token_ids" => fields.tokens = decoded(cursor, tokens)?,
                 _ => fields.set(key, Some(cursor.skip()?)),
             }
         }
         Ok(fields)
+    }
+
+    fn read_hashes(&mut self, cursor: &mut Cursor<'a>) -> Result<(), WireError> {
+        let bytes = cursor.rest().len();
+        self.hashes = decoded(cursor, hashes)?;
+        self.bytes_behind = cursor.rest().len();
+        self.hashes_bytes = bytes - self.bytes_behind;
+        Ok(())
     }
 
     fn set(&mut self, key: &str, value: Raw<'a>) {
@@ -143,7 +163,7 @@ impl<'a> Fields<'a> {
         for index in 1..len {
             match (index, is_removal) {
                 (1, _) => {
-                    fields.hashes = decoded(cursor, hashes)?;
+                    fields.read_hashes(cursor)?;
                     continue;
                 }
                 (3, false) => {
@@ -174,7 +194,7 @@ impl<'a> Fields<'a> {
         Ok(fields)
     }
 
-    fn stored(&mut self) -> Result<Decoded, WireError> {
+    fn stored(&mut self) -> Result<Decoded<'a>, WireError> {
         let Some(medium) = self.medium()? else {
             return Ok(Decoded::Untracked);
         };
@@ -250,15 +270,16 @@ impl<'a> Fields<'a> {
         })
     }
 
-    fn removed(&mut self) -> Result<Decoded, WireError> {
+    fn removed(&mut self, shape: Option<RemovalShape<'a>>) -> Result<Decoded<'a>, WireError> {
         let Some(medium) = self.medium()? else {
             return Ok(Decoded::Untracked);
         };
-        Ok(Decoded::Event(CacheEvent::Removed(RemovedBlocks {
+        let removed = RemovedBlocks {
             hashes: self.hashes.take().ok_or(WireError::Missing)?,
             medium,
             group: self.group()?.index,
-        })))
+        };
+        Ok(Decoded::Removed(removed, shape))
     }
 
     fn lora(&self, name: Option<&str>) -> Result<LoraRef, WireError> {

@@ -10,6 +10,7 @@ mod event;
 mod frames;
 mod keys;
 mod msgpack;
+mod removal;
 mod unknown;
 
 pub use frames::{
@@ -25,6 +26,7 @@ use warmroute_proto::Tier;
 
 use event::Decoded;
 use msgpack::Cursor;
+use removal::RemovalShape;
 
 /// Bound of a payload. A batch of 128 k-token prompts on every slot of a large engine is far below.
 pub const PAYLOAD_BYTES_MAX: usize = 16 << 20;
@@ -95,6 +97,12 @@ pub struct RemovedBlocks {
     pub group: Option<u32>,
 }
 
+impl RemovedBlocks {
+    fn is_like(&self, other: &Self) -> bool {
+        self.medium == other.medium && self.group == other.group
+    }
+}
+
 /// The LoRA adapter that a block's keys and values were computed with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LoraRef {
@@ -149,12 +157,16 @@ pub enum Medium {
 impl Medium {
     /// `None` for a name of no tier.
     fn of_name(name: &str) -> Option<Self> {
-        Some(match name.to_ascii_lowercase().as_str() {
-            "gpu" => Self::Gpu,
-            "cpu" | "cpu_pinned" => Self::Cpu,
-            "disk" | "storage" | "external" | "fs" | "obj" => Self::Disk,
-            _ => return None,
-        })
+        let is_one_of = |names: &[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
+        if is_one_of(&["gpu"]) {
+            Some(Self::Gpu)
+        } else if is_one_of(&["cpu", "cpu_pinned"]) {
+            Some(Self::Cpu)
+        } else if is_one_of(&["disk", "storage", "external", "fs", "obj"]) {
+            Some(Self::Disk)
+        } else {
+            None
+        }
     }
 
     #[must_use]
@@ -184,9 +196,22 @@ impl Batch {
             ts: cursor.float()?,
             ..Self::default()
         };
+        // That of the last event.
+        let mut shape: Option<RemovalShape<'_>> = None;
         for _ in 0..cursor.array()? {
+            if let Some(hash) = shape.and_then(|shape| shape.next(&mut cursor))
+                && let Some(CacheEvent::Removed(last)) = batch.events.last_mut()
+            {
+                last.hashes.push(hash);
+                continue;
+            }
+            shape = None;
             match event::decode(&mut cursor)? {
                 Decoded::Event(event) => batch.events.push(event),
+                Decoded::Removed(removed, its_shape) => {
+                    batch.remove(removed);
+                    shape = its_shape;
+                }
                 Decoded::Untracked => batch.skipped.untracked += 1,
                 Decoded::OfUnknownKind(event, kind) => {
                     batch.events.push(event);
@@ -206,6 +231,16 @@ impl Batch {
             batch.dp_rank = Some(cursor.u32()?);
         }
         Ok(batch)
+    }
+
+    /// Joins removals in a row: they are folded faster together.
+    fn remove(&mut self, removed: RemovedBlocks) {
+        match self.events.last_mut() {
+            Some(CacheEvent::Removed(last)) if last.is_like(&removed) => {
+                last.hashes.extend(removed.hashes);
+            }
+            _ => self.events.push(CacheEvent::Removed(removed)),
+        }
     }
 }
 

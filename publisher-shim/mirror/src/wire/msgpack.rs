@@ -89,6 +89,10 @@ impl<'a> Cursor<'a> {
         }
     }
 
+    pub(super) fn rest(&self) -> &'a [u8] {
+        self.rest.remaining_slice()
+    }
+
     pub(super) fn kind(&self) -> Result<ValueKind, WireError> {
         let &head = self
             .rest

@@ -555,3 +555,90 @@ fn integers_of_every_width_are_read_and_passed_over() {
         assert_eq!(cursor.nil(), Ok(true));
     }
 }
+
+/// An event's bytes: a removal in one of the forms that engines send, one that does not decode, or a
+/// clear.
+fn event_bytes(form: u8, hashes: &[Vec<u8>], medium: &str, group: u8) -> Vec<u8> {
+    let string = |text: &str| rmp_serde::to_vec(text).unwrap();
+    let len = u8::try_from(hashes.len()).unwrap();
+    let list = [&[0x90 | len][..], &hashes.concat()].concat();
+    let tag = string("BlockRemoved");
+    let (medium_key, medium) = (string("medium"), string(medium));
+    let (tag_key, list_key, group_key) = ("type", "block_hashes", "group_idx");
+    let (tag_key, list_key, group_key) = (string(tag_key), string(list_key), string(group_key));
+    match form {
+        0 | 1 => {
+            let parts = [tag_key, tag, list_key, list, medium_key, medium, group_key];
+            [&[0x84][..], &parts.concat(), &[group]].concat()
+        }
+        2 => {
+            let parts = [group_key, vec![group], medium_key, medium, list_key, list];
+            [&[0x84][..], &parts.concat(), &tag_key, &tag].concat()
+        }
+        3 => [&[0x93][..], &tag, &list, &medium].concat(),
+        4 => [&[0x93][..], &tag, &medium, &list].concat(),
+        _ => rmp_serde::to_vec(&("AllBlocksCleared",)).unwrap(),
+    }
+}
+
+fn any_hash_bytes() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![
+        4 => any::<u64>().prop_map(|hash| [&[0xcf][..], &hash.to_be_bytes()].concat()),
+        3 => any::<[u8; 32]>().prop_map(|digest| [&[0xc4, 32][..], &digest].concat()),
+        1 => any::<u8>().prop_map(|hash| vec![0xcc, hash]),
+        1 => any::<u8>().prop_map(|byte| [&[0xc4, 8][..], &[byte; 8]].concat()),
+    ]
+}
+
+fn batch_of(events: &[Vec<u8>]) -> Batch {
+    let len = u16::try_from(events.len()).unwrap().to_be_bytes();
+    let bytes = [&[0x92, 0x00, 0xdc][..], &len, &events.concat()].concat();
+    Batch::decode(&bytes).unwrap()
+}
+
+proptest! {
+    /// Against each event decoded alone.
+    #[test]
+    fn removals_in_a_row_are_joined_and_none_else(
+        kinds in proptest::collection::vec(
+            (
+                0..6_u8,
+                proptest::collection::vec(any_hash_bytes(), 1..3),
+                prop::sample::select(vec!["GPU", "gpu", "CPU", "moon"]),
+                0..2_u8,
+            ),
+            1..4,
+        ),
+        order in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..24),
+    ) {
+        let bytes: Vec<Vec<u8>> = order
+            .iter()
+            .map(|(kind, last_byte)| {
+                let (form, mut hashes, medium, group) = kind.get(&kinds).clone();
+                if let Some(last) = hashes.last_mut().and_then(|hash| hash.last_mut()) {
+                    *last = *last_byte;
+                }
+                event_bytes(form, &hashes, medium, group)
+            })
+            .collect();
+        let mut expected = Batch::default();
+        for event in &bytes {
+            let alone = batch_of(std::slice::from_ref(event));
+            for event in alone.events {
+                match (expected.events.last_mut(), event) {
+                    (Some(CacheEvent::Removed(last)), CacheEvent::Removed(next))
+                        if (last.medium, last.group) == (next.medium, next.group) =>
+                    {
+                        last.hashes.extend(next.hashes);
+                    }
+                    (_, event) => expected.events.push(event),
+                }
+            }
+            expected.skipped.others += alone.skipped.others;
+            expected.skipped.untracked += alone.skipped.untracked;
+        }
+        let batch = batch_of(&bytes);
+        prop_assert_eq!(batch.events, expected.events);
+        prop_assert_eq!(batch.skipped, expected.skipped);
+    }
+}
