@@ -3,7 +3,7 @@
 //! The rank's task reads them at its own pace. Unread messages wait in the sockets' queues, then in the
 //! engine, and are lost there; a gap in the sequence shows the loss. The file descriptor of a libzmq
 //! socket signals a *change*, not that a message is present: wait for it only after every socket was
-//! read and had nothing.
+//! read until it had nothing.
 //!
 //! The monitor is read after the live messages and reported before them: a lost connection is reported
 //! before the first message of the next connection.
@@ -96,7 +96,9 @@ impl EngineFeed for ZmqFeed {
                 self.open();
                 continue;
             };
-            sockets.read(events);
+            if !sockets.are_drained {
+                sockets.read(events);
+            }
             if !events.is_empty() {
                 return;
             }
@@ -148,6 +150,9 @@ struct Sockets {
     /// The replay whose end has not come.
     pending_replay: Option<ReplayId>,
     connections: u32,
+    /// Every socket was read until it had nothing, and none has changed since. Reading costs system
+    /// calls, and the rank's task asks for events again after each of its other inputs.
+    are_drained: bool,
 }
 
 impl Sockets {
@@ -181,6 +186,7 @@ impl Sockets {
             replay: None,
             pending_replay: None,
             connections: 0,
+            are_drained: false,
         })
     }
 
@@ -189,9 +195,11 @@ impl Sockets {
         let live: Vec<Frames> = std::iter::from_fn(|| self.live.try_receive())
             .take(BURST_MAX)
             .collect();
+        let has_more = live.len() == BURST_MAX;
         self.read_monitor(events);
         events.extend(live.into_iter().map(EngineEvent::Live));
-        self.read_replay(events);
+        let had_all = self.read_replay(events);
+        self.are_drained = had_all && !has_more;
     }
 
     fn read_monitor(&mut self, events: &mut Vec<EngineEvent>) {
@@ -214,20 +222,25 @@ impl Sockets {
         }
     }
 
-    fn read_replay(&mut self, events: &mut Vec<EngineEvent>) {
-        let room = events.len() + BURST_MAX;
-        while events.len() < room
-            && let Some(id) = self.pending_replay
-            && let Some(frames) = self.replay.as_ref().and_then(WatchedSocket::try_receive)
-        {
+    /// Whether it read all messages of the pending replay that are there.
+    fn read_replay(&mut self, events: &mut Vec<EngineEvent>) -> bool {
+        for _ in 0..BURST_MAX {
+            let Some(id) = self.pending_replay else {
+                return true;
+            };
+            let received = self.replay.as_ref().and_then(WatchedSocket::try_receive);
+            let Some(frames) = received else {
+                return true;
+            };
             if replay_frames(&frames) == Some(ReplayFrames::End) {
                 self.pending_replay = None;
             }
             events.push(EngineEvent::Replay(id, frames));
         }
+        false
     }
 
-    /// Waits for a change of any socket. Every socket was read and had nothing.
+    /// Waits for a change of any socket. Every socket was read until it had nothing.
     async fn changed(&mut self) {
         let replay = async {
             match &mut self.replay {
@@ -240,6 +253,7 @@ impl Sockets {
             () = self.monitor.changed() => {}
             () = replay => {}
         }
+        self.are_drained = false;
     }
 
     fn request_replay(
@@ -249,6 +263,8 @@ impl Sockets {
         id: ReplayId,
         from: EngineSeq,
     ) -> std::io::Result<()> {
+        // Sending takes in what a socket's descriptor signalled.
+        self.are_drained = false;
         if self.pending_replay.take().is_some() {
             // Its late answers must not count as this one's.
             self.replay = None;
