@@ -9,6 +9,7 @@ use super::state::FORGET_AFTER;
 use super::*;
 use crate::route::{Knobs, RouteRefusal};
 use crate::testing::{ROUTER, core, plane, subjects, worker_entry as entry};
+use crate::tokenizers::TokenizerVersion;
 
 mod probe;
 mod registry;
@@ -23,16 +24,17 @@ fn fleet() -> Arc<Fleet> {
 }
 
 fn checks(chat: CheckResult) -> RegistrationChecks {
+    checks_of(None, chat)
+}
+
+fn checks_of(tokenizer: Option<TokenizerVersion>, chat: CheckResult) -> RegistrationChecks {
     let tokens = TokenChecks {
         chat,
         chat_with_tools: CheckResult::skipped("x"),
         text: CheckResult::Passed,
         ..TokenChecks::all(&CheckResult::skipped("x"))
     };
-    let checks = ModelChecks {
-        tokenizer: None,
-        tokens,
-    };
+    let checks = ModelChecks { tokenizer, tokens };
     RegistrationChecks::new(CheckResult::Passed, [("m".to_owned(), checks)].into())
 }
 
@@ -42,6 +44,15 @@ impl Fleet {
         self.update(|state| {
             let epoch = state.get(&worker).unwrap().epoch;
             state.checked(&worker, epoch, checks(chat))
+        });
+    }
+
+    /// The worker has the token ids of this tokenizer.
+    pub(crate) fn trust_tokens(&self, worker: &WorkerId, tokenizer: TokenizerVersion) {
+        self.update(|state| {
+            let epoch = state.get(worker).unwrap().epoch;
+            let checks = checks_of(Some(tokenizer), CheckResult::Passed);
+            state.checked(worker, epoch, checks)
         });
     }
 }

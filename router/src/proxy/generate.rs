@@ -18,7 +18,9 @@ use super::body::BufferedBody;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
-use super::plan::{AnswerModels, Plan, PlanInputs, PromptWork, TextSample, TextSampling, plan};
+use super::plan::{
+    AnswerModels, Plan, PlanInputs, PromptWork, SLOW_TEMPLATE, TextSample, TextSampling, plan,
+};
 use super::prompt_jobs::{CompareJob, PlanJob};
 use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, OnBeginning, respond};
@@ -258,10 +260,14 @@ impl App {
             EncoderKind::Own => INLINE_BYTES_MAX,
         };
         let started = Instant::now();
-        let planned = if body.bytes.len() <= inline_max {
-            plan(route, &body.bytes, &inputs)
-        } else {
-            self.plan_large(route, body, inputs).await
+        let small = (body.bytes.len() <= inline_max).then(|| plan(route, &body.bytes, &inputs));
+        let planned = match small {
+            Some(Ok(plan)) if plan.unhashed == Some(SLOW_TEMPLATE) => None,
+            small => small,
+        };
+        let planned = match planned {
+            Some(planned) => planned,
+            None => self.plan_in_pool(route, body, inputs).await,
         };
         self.metrics.step(DecisionStep::Read, started.elapsed());
         planned
@@ -269,7 +275,7 @@ impl App {
 
     /// The plan by a prompt thread. One that takes too long is made without the prompt's tokens, so
     /// that slow work on prompts delays no request for longer.
-    async fn plan_large(
+    async fn plan_in_pool(
         &self,
         route: openai::PromptRoute,
         body: &BufferedBody,

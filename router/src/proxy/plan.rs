@@ -21,7 +21,10 @@ use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt, SessionKey};
 use crate::settings::{CompletionPrompts, MultimodalRule, ResumeRule};
 use crate::tenants::TenantVisit;
-use crate::tokenize::{CacheScope, CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
+use crate::tokenize::{
+    CacheScope, CivilTime, RenderBound, RenderError, RenderLimits, TaskState, TextEncodeError,
+    TextTask, Tokenizer,
+};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
 /// vLLM's default. Counts blocks until an engine reports its block size.
@@ -101,9 +104,22 @@ pub(super) struct TextSample {
 
 /// What prompt work may use.
 pub(super) struct WorkLimits<'w> {
-    /// `None`: the prompt is small.
+    /// `None`: the prompt is small, and the thread is one of requests.
     pub budget: Option<&'w BodyBudget>,
     pub is_cancelled: &'w dyn Fn() -> bool,
+}
+
+impl WorkLimits<'_> {
+    fn of_rendering(&self) -> RenderLimits<'_> {
+        let bound = match self.budget {
+            Some(_) => RenderBound::Long,
+            None => RenderBound::Short,
+        };
+        RenderLimits {
+            bound,
+            is_cancelled: self.is_cancelled,
+        }
+    }
 }
 
 /// A request as far as routing needs it.
@@ -133,6 +149,8 @@ pub(super) type Unhashed = &'static str;
 
 const TOO_LARGE: Unhashed = "prompt_too_large";
 const TOO_SLOW: Unhashed = "prompt_timeout";
+/// The chat template takes longer than a request's thread may.
+pub(super) const SLOW_TEMPLATE: Unhashed = "template_slow";
 pub(super) const NO_MEMORY: Unhashed = "prompt_memory";
 pub(super) const TRUNCATED: Unhashed = "truncated";
 pub(super) const NO_BLOCK_SIZE: Unhashed = "no_block_size";
@@ -183,7 +201,7 @@ enum TokenSource {
     },
 }
 
-/// Plans a request in one step.
+/// Plans a request in one step, unless its chat template is slow.
 pub(super) fn plan(
     route: PromptRoute,
     body: &[u8],
@@ -568,11 +586,19 @@ fn token_source(
             };
             let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
             let text = loaded.tokenizer.templates().and_then(|templates| {
-                templates.render_until(parts, inputs.now, limits.is_cancelled)
+                templates.render_within(parts, inputs.now, limits.of_rendering())
             });
+            let is_short = limits.budget.is_none();
+            let text = text.map_err(|error| {
+                if is_short && error == RenderError::TooLong {
+                    SLOW_TEMPLATE
+                } else {
+                    "template_failed"
+                }
+            })?;
             Ok(TokenSource::Texts {
                 loaded,
-                texts: vec![text.map_err(|_| "template_failed")?],
+                texts: vec![text],
                 special: parts.special_tokens,
                 memory,
             })

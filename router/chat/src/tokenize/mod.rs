@@ -35,7 +35,10 @@ pub use compare::{ComparisonCounts, ReferenceComparison};
 pub use content_format::ContentFormat;
 pub use python::CivilTime;
 pub use segment_cache::{CacheScope, SegmentCacheStats};
-pub use template::{ChatTemplates, RenderError, TemplateError, TemplateRules, UnusedTools};
+pub use template::{
+    ChatTemplates, RenderBound, RenderError, RenderLimits, TemplateError, TemplateRules,
+    UnusedTools,
+};
 pub use text_task::{TaskState, TextTask};
 
 pub(crate) use bpe::byte_level_alphabet;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use minijinja::Environment;
 use minijinja::value::{Value, ValueKind};
+use minijinja::{Environment, ErrorKind};
 
 use super::content_format::{ContentFormat, detect};
 use super::messages::{self, member};
@@ -36,9 +36,28 @@ pub enum RenderError {
     Unsupported(&'static str),
     #[error("`{name}` has more than {max} members")]
     TooManyMembers { name: &'static str, max: usize },
-    /// The template raised an error, ran too long or wrote too much.
+    #[error("the template executes too many instructions")]
+    TooLong,
+    /// The template raised an error or wrote too much.
     #[error("the template failed: {0}")]
     Template(String),
+}
+
+/// How long a template may run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RenderBound {
+    /// Some milliseconds.
+    Short,
+    /// As long as any chat needs.
+    Long,
+}
+
+/// What ends a rendering.
+#[derive(Clone, Copy)]
+pub struct RenderLimits<'l> {
+    pub bound: RenderBound,
+    /// Asked at each output.
+    pub is_cancelled: &'l dyn Fn() -> bool,
 }
 
 /// A template cannot be compiled. The name of a single template is `default`.
@@ -80,6 +99,8 @@ struct TemplateTraits {
 #[derive(Debug)]
 pub struct ChatTemplates {
     env: Environment<'static>,
+    /// The same for [`RenderBound::Short`].
+    short_env: Environment<'static>,
     traits: BTreeMap<String, TemplateTraits>,
     /// Whether the model has one template instead of a set of named ones.
     single: bool,
@@ -129,8 +150,11 @@ impl ChatTemplates {
         }
         // The engine's probe knows no such tags, and takes their error for a refusal.
         let wants_system_first = has_generation_tags || wants_system_first(&env);
+        let mut short_env = env.clone();
+        short_env.set_fuel(Some(python::SHORT_FUEL));
         Ok(Self {
             env,
+            short_env,
             traits,
             wants_system_first,
             single: false,
@@ -172,15 +196,19 @@ impl ChatTemplates {
 
     /// The text that the engine renders for this chat at this time.
     pub fn render(&self, chat: &ChatParts<'_>, now: CivilTime) -> Result<String, RenderError> {
-        self.render_until(chat, now, &|| false)
+        let limits = RenderLimits {
+            bound: RenderBound::Long,
+            is_cancelled: &|| false,
+        };
+        self.render_within(chat, now, limits)
     }
 
-    /// Like `render`, but fails at the next output after `is_cancelled` returns true.
-    pub fn render_until(
+    /// Like `render`, but fails beyond the limits.
+    pub fn render_within(
         &self,
         chat: &ChatParts<'_>,
         now: CivilTime,
-        is_cancelled: &dyn Fn() -> bool,
+        limits: RenderLimits<'_>,
     ) -> Result<String, RenderError> {
         if chat.ending == ChatEnding::Contradiction {
             return Err(RenderError::Invalid("continue_final_message"));
@@ -211,9 +239,13 @@ impl ChatTemplates {
         let context = self.context(chat.ending, conversation, arguments, now);
         let out = BoundedText {
             bytes: Vec::with_capacity(chat.bytes()),
-            is_cancelled,
+            is_cancelled: limits.is_cancelled,
         };
-        let text = self.run(name, context, out)?;
+        let env = match limits.bound {
+            RenderBound::Short => &self.short_env,
+            RenderBound::Long => &self.env,
+        };
+        let text = run(env, name, context, out)?;
         match continued {
             None => Ok(text),
             Some(last) => cut_at_tag(text, &last),
@@ -243,22 +275,28 @@ impl ChatTemplates {
         put("add_generation_prompt", Value::from(add_prompt));
         Value::from_pairs(members)
     }
+}
 
-    fn run(
-        &self,
-        name: &str,
-        context: Value,
-        mut out: BoundedText<'_>,
-    ) -> Result<String, RenderError> {
-        let failed = |error: minijinja::Error| RenderError::Template(error.to_string());
-        let template = self.env.get_template(name).map_err(failed)?;
-        // The template is trusted, its input is not: no input may end the process.
-        let render = || template.render_captured_to(context, &mut out).map(drop);
-        catch_unwind(AssertUnwindSafe(render))
-            .map_err(|_| RenderError::Template("the template engine panicked".to_owned()))?
-            .map_err(failed)?;
-        String::from_utf8(out.bytes).map_err(|error| RenderError::Template(error.to_string()))
-    }
+fn run(
+    env: &Environment<'_>,
+    name: &str,
+    context: Value,
+    mut out: BoundedText<'_>,
+) -> Result<String, RenderError> {
+    let failed = |error: minijinja::Error| {
+        if error.kind() == ErrorKind::OutOfFuel {
+            RenderError::TooLong
+        } else {
+            RenderError::Template(error.to_string())
+        }
+    };
+    let template = env.get_template(name).map_err(failed)?;
+    // The template is trusted, its input is not: no input may end the process.
+    let render = || template.render_captured_to(context, &mut out).map(drop);
+    catch_unwind(AssertUnwindSafe(render))
+        .map_err(|_| RenderError::Template("the template engine panicked".to_owned()))?
+        .map_err(failed)?;
+    String::from_utf8(out.bytes).map_err(|error| RenderError::Template(error.to_string()))
 }
 
 /// Whether a template fails on a system message behind others. The engine decides it by this probe,

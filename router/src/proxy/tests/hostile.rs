@@ -2,7 +2,8 @@
 //!
 //! Slow heads and bodies, too many headers and deep JSON are in the tests of their modules.
 
-use std::sync::mpsc::{Receiver, channel};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -11,7 +12,8 @@ use tokio::time::timeout;
 
 use super::super::prompt_pool::{PromptJob, THREADS_MAX as PROMPT_THREADS_MAX};
 use super::*;
-use crate::tokenize::TaskState;
+use crate::tokenize::{ChatTemplates, TaskState, Tokenizer};
+use crate::tokenizers::TokenizerTable;
 
 /// Bytes that the sockets and the router may hold of an answer that its client does not read.
 const HELD_BYTES_MAX: usize = 32 << 20;
@@ -208,30 +210,76 @@ impl PromptJob for StuckJob {
     }
 }
 
+/// Occupies all prompt threads until the result is dropped.
+fn stuck_prompt_threads(world: &World) -> Vec<Sender<()>> {
+    let jobs = (0..PROMPT_THREADS_MAX).map(|_| {
+        let (end, ended) = channel();
+        world.app.prompts.submit(Box::new(StuckJob(ended)));
+        end
+    });
+    jobs.collect()
+}
+
+fn unhashed(world: &World, reason: &str) -> u64 {
+    world.metric(&format!("unhashed_requests_total{{reason=\"{reason}\"}}"))
+}
+
 /// A few such steps once kept all bodies above 16 KiB from an answer.
 #[tokio::test]
 async fn stuck_work_on_prompts_delays_large_bodies_for_a_bounded_time() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
-    let mut running = Vec::new();
-    for _ in 0..PROMPT_THREADS_MAX {
-        let (end, ended) = channel();
-        running.push(end);
-        world.app.prompts.submit(Box::new(StuckJob(ended)));
-    }
+    let running = stuck_prompt_threads(&world);
     world.set("prompt_timeout_ms = 50");
     let large = json!({"model": "m", "prompt": "word ".repeat(8 << 10)});
-    let unhashed =
-        |reason: &str| world.metric(&format!("unhashed_requests_total{{reason=\"{reason}\"}}"));
     for number in 1..=3 {
         let response = world.send("/v1/completions", &large).await;
         assert_eq!(response.status(), 200);
-        assert_eq!(unhashed("prompt_timeout"), number);
+        assert_eq!(unhashed(&world, "prompt_timeout"), number);
     }
     drop(running);
     world.set("");
     let response = world.send("/v1/completions", &large).await;
     assert_eq!(response.status(), 200);
-    assert_eq!(unhashed("no_tokenizer"), 1);
+    assert_eq!(unhashed(&world, "no_tokenizer"), 1);
+    world.until_quiet().await;
+}
+
+/// Short bodies are rendered on the thread of their connection, where a slow template once held up
+/// all others.
+#[tokio::test]
+async fn a_slow_chat_template_is_left_to_the_prompt_threads() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let slow = "{% for m in messages %}{{ m.content }}{% if m.content == 'slow' %}\
+                {% for a in range(300) %}{% for b in range(1000) %}{% endfor %}{% endfor %}\
+                {% endif %}{% endfor %}";
+    let templates = ChatTemplates::single(slow.to_owned(), [].into()).unwrap();
+    let tokenizer = Tokenizer::load(&fixture.join("tokenizer.json")).unwrap();
+    let table = TokenizerTable::with(&["m"], tokenizer.with_templates(templates));
+    let version = table.of("m").unwrap().version;
+    world.app.tokenizers.publish(table);
+    world.app.fleet.trust_tokens(&"w0".into(), version);
+    let chat = |text: &str| json!({"model": "m", "messages": [{"role": "user", "content": text}]});
+    let all_unhashed = || {
+        let reasons = ["no_tokenizer", "parity", "template_failed", "template_slow"];
+        let others: u64 = reasons.map(|why| unhashed(&world, why)).iter().sum();
+        others + unhashed(&world, "prompt_timeout")
+    };
+    for text in ["plain", "slow"] {
+        let response = world.send("/v1/chat/completions", &chat(text)).await;
+        assert_eq!(response.status(), 200);
+    }
+    assert_eq!(all_unhashed(), 0);
+    let running = stuck_prompt_threads(&world);
+    world.set("prompt_timeout_ms = 50");
+    for (text, late) in [("plain", 0), ("slow", 1), ("plain", 1)] {
+        let response = world.send("/v1/chat/completions", &chat(text)).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(unhashed(&world, "prompt_timeout"), late, "{text}");
+        assert_eq!(all_unhashed(), late);
+    }
+    drop(running);
     world.until_quiet().await;
 }
