@@ -4,7 +4,8 @@
 #
 # usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
 #        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine
-#          compares routing by the cache, with engines that have one
+#          compares routing by the cache, with engines that have one; the router with the index in
+#          its process, and over NATS with shims and an indexer
 #        tests/bench-proxy/run.sh --cores 0-7 --client-threads 8 --load plain
 #          the proxies on these processors, with as many threads of clients, and the loads whose names begin so
 #        tests/bench-proxy/run.sh --attacks --mock-engine target/release/warmroute-mock-engine
@@ -18,6 +19,7 @@ cd "$(dirname "$0")/../.."
 . deploy/lib.sh
 need_command nginx nginx-light
 need_command haproxy haproxy
+need_nats_server
 peers=${PEERS:-.venv/bench-proxy}
 if [ ! -x "$peers/bin/python" ]; then
     python3 -m venv "$peers"
@@ -27,8 +29,15 @@ if [ ! -x "$peers/bin/python" ]; then
 fi
 router=${ROUTER:-}
 if [ -z "$router" ]; then
-    cargo build --release --locked -p warmroute-router -p warmroute-mock-engine
+    cargo build --release --locked -p warmroute-router -p warmroute-mock-engine \
+        -p warmroute-indexer -p warmroute-shim
     router=target/release/warmroute-router
 fi
+# Without them beside the router, the row over NATS is left out.
+plane=(--nats-server "$(nats_server)")
+for program in indexer shim; do
+    path=$(dirname "$router")/warmroute-$program
+    [ ! -x "$path" ] || plane+=("--$program" "$path")
+done
 exec cargo run --release --quiet --manifest-path tests/bench-proxy/Cargo.toml \
-    --target-dir target/bench-proxy -- --router "$router" --peers "$peers/bin" "$@"
+    --target-dir target/bench-proxy -- --router "$router" --peers "$peers/bin" "${plane[@]}" "$@"

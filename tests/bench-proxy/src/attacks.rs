@@ -20,6 +20,7 @@ use anyhow::Context as _;
 use crate::engines::Engines;
 use crate::options::Options;
 use crate::process::{Proxy, ProxyKind};
+use crate::usage::Usage;
 use quiet::Quiet;
 
 /// Time of the quiet clients before the first measurement.
@@ -177,10 +178,9 @@ fn measure(
     };
     let attacker = Attacker::start(attack, target)?;
     std::thread::sleep(attack.lead());
-    let cpu_secs = proxy.cpu_secs()?;
+    let before = proxy.usage()?;
     let beside = quiet::measure(proxy.address, options.measurement)?;
-    let cpu_secs = proxy.cpu_secs()? - cpu_secs;
-    let peak_mib = proxy.peak_mib()?;
+    let Usage { cpu_secs, peak_mib } = proxy.usage()?.since(before);
     let (acts, ended_early, acts_per_sec) = attacker.stop()?;
     eprintln!(
         "{}, {}: {acts} acts, {ended_early} refused or ended early; {cpu_secs:.2} s",

@@ -3,23 +3,27 @@
 //! Backends and clients are threads of this process; each proxy is a process of its own. Times of a
 //! busy machine say little, so the main figure is the processor time that the proxy's processes
 //! take per 1,000 requests, from `/proc`. Rounds of all proxies alternate, and the median round
-//! counts.
+//! counts. What a distributed router needs beside it is measured too, and not added to its row.
 
+mod admin;
 mod attacks;
 mod backend;
 mod client;
 mod engines;
 mod options;
+mod plane;
 mod process;
 mod prompts;
 mod table;
+mod usage;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 
 use client::{Load, Measured};
 use engines::Engines;
 use options::{Mode, Options};
 use process::{Proxy, ProxyKind};
+use usage::Usage;
 
 /// Most requests of one client in a round.
 const REQUESTS_MAX: usize = 10_000;
@@ -33,8 +37,9 @@ struct Cell {
 
 struct Round {
     measured: Measured,
-    cpu_secs: f64,
-    peak_mib: f64,
+    usage: Usage,
+    /// The other processes that the proxy needs.
+    beside: Vec<(&'static str, Usage)>,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -88,22 +93,13 @@ fn compare(
         let mut rounds: Vec<Vec<Round>> = proxies.iter().map(|_| Vec::new()).collect();
         for round in 0..=options.rounds {
             for (proxy, rounds) in proxies.iter().zip(&mut rounds) {
-                let before = proxy.cpu_secs()?;
                 // Each round and each proxy has texts of its own.
                 let first_text = first_texts.next().unwrap_or_default();
-                let threads = options.client_threads;
-                let measured = client::run(proxy.address, &load, first_text, threads)
+                let measured = measure(proxy, &load, first_text, options)
                     .with_context(|| format!("{} {}", proxy.kind.name(), load.name()))?;
-                let cpu_secs = proxy.cpu_secs()? - before;
-                eprintln!("{}, {}: {cpu_secs:.2} s", load.name(), proxy.kind.name());
                 // The first round opens connections.
                 if round > 0 {
-                    let peak_mib = proxy.peak_mib()?;
-                    rounds.push(Round {
-                        measured,
-                        cpu_secs,
-                        peak_mib,
-                    });
+                    rounds.push(measured);
                 }
             }
         }
@@ -115,6 +111,36 @@ fn compare(
             });
         }
     }
-    print!("{}", table::render(&cells));
+    print!("{}{}", table::render(&cells), table::render_beside(&cells));
     Ok(())
+}
+
+/// One round of one proxy. Fails if a router with an index decides mostly without it.
+fn measure(
+    proxy: &Proxy,
+    load: &Load,
+    first_text: usize,
+    options: &Options,
+) -> anyhow::Result<Round> {
+    let decided = proxy.decided()?;
+    let (before, before_beside) = (proxy.usage()?, proxy.usage_beside()?);
+    let measured = client::run(proxy.address, load, first_text, options.client_threads)?;
+    let usage = proxy.usage()?.since(before);
+    let mut beside = proxy.usage_beside()?;
+    for ((_, usage), (_, before)) in beside.iter_mut().zip(before_beside) {
+        *usage = usage.since(before);
+    }
+    let (name, load) = (proxy.kind.name(), load.name());
+    eprintln!("{load}, {name}: {:.2} s", usage.cpu_secs);
+    if let (Some(before), Some(now)) = (decided, proxy.decided()?) {
+        let decided = now.since(&before);
+        eprintln!("{load}, {name}: {decided}");
+        let is_by_index = decided.by_index() * 2 > decided.all();
+        ensure!(is_by_index, "most decisions without the index");
+    }
+    Ok(Round {
+        measured,
+        usage,
+        beside,
+    })
 }

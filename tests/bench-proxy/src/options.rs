@@ -13,6 +13,10 @@ use crate::attacks::Attack;
 pub struct Options {
     pub mode: Mode,
     pub router: PathBuf,
+    /// The programs beside a distributed router. `None`: it is left out.
+    pub indexer: Option<PathBuf>,
+    pub shim: Option<PathBuf>,
+    pub nats_server: Option<PathBuf>,
     pub peers: PathBuf,
     /// Engines behind each proxy.
     pub backends: usize,
@@ -78,6 +82,9 @@ impl Options {
         let mut options = Self {
             mode: Mode::Compare,
             router: "target/release/warmroute-router".into(),
+            indexer: None,
+            shim: None,
+            nats_server: None,
             peers: ".venv/bench-proxy/bin".into(),
             backends: 4,
             mock_engine: None,
@@ -101,6 +108,9 @@ impl Options {
             };
             match flag.as_str() {
                 "--router" => options.router = value()?.into(),
+                "--indexer" => options.indexer = Some(value()?.into()),
+                "--shim" => options.shim = Some(value()?.into()),
+                "--nats-server" => options.nats_server = Some(value()?.into()),
                 "--peers" => options.peers = value()?.into(),
                 "--backends" => options.backends = value()?.parse()?,
                 "--mock-engine" => options.mock_engine = Some(value()?.into()),

@@ -6,17 +6,23 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 
+use crate::admin::{Admin, Decided};
 use crate::client::{self, Load};
 use crate::engines::{Engine, EventPorts};
 use crate::options::{Cores, Options};
+use crate::plane::Plane;
+use crate::usage::{self, Usage};
 
-/// Longest start of a proxy.
-const START_MAX: Duration = Duration::from_secs(40);
+/// Longest start of a proxy, and of each process beside it.
+pub const START_MAX: Duration = Duration::from_secs(40);
 
-/// Units of `utime` and `stime`, the same on every Linux.
-const TICKS_PER_SEC: f64 = 100.0;
+/// Between two looks at a process that starts.
+pub const START_PERIOD: Duration = Duration::from_millis(200);
+
+/// Requests that show whether a proxy is ready.
+const PROBE_REQUESTS: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProxyKind {
@@ -25,6 +31,8 @@ pub enum ProxyKind {
     HaProxy,
     Warmroute,
     WarmrouteCache,
+    /// Like `WarmrouteCache`, with shims and an indexer as processes of their own.
+    WarmrouteNats,
     WarmrouteKv,
     VllmRouter,
     VllmRouterCache,
@@ -44,9 +52,10 @@ impl ProxyKind {
         Self::SglangRouterCache,
     ];
 
-    pub const CACHE_AWARE: [Self; 4] = [
+    pub const CACHE_AWARE: [Self; 5] = [
         Self::Direct,
         Self::WarmrouteCache,
+        Self::WarmrouteNats,
         Self::VllmRouterCache,
         Self::SglangRouterCache,
     ];
@@ -60,12 +69,18 @@ impl ProxyKind {
             Self::HaProxy => "HAProxy",
             Self::Warmroute => "warmroute round-robin",
             Self::WarmrouteCache => "warmroute, default policy",
+            Self::WarmrouteNats => "warmroute over NATS",
             Self::WarmrouteKv => "warmroute kv",
             Self::VllmRouter => "vllm-router round_robin",
             Self::VllmRouterCache => "vllm-router cache_aware",
             Self::SglangRouter => "sglang-router round_robin",
             Self::SglangRouterCache => "sglang-router cache_aware",
         }
+    }
+
+    /// It decides by an index of the engines' caches.
+    const fn has_index(self) -> bool {
+        matches!(self, Self::WarmrouteCache | Self::WarmrouteNats)
     }
 }
 
@@ -76,6 +91,10 @@ pub struct Proxy {
     /// Takes HTTP/2 without TLS.
     pub http2_address: SocketAddr,
     child: Option<Child>,
+    /// `Some`: it decides by an index.
+    admin: Option<Admin>,
+    /// The other processes of a distributed router.
+    plane: Option<Plane>,
     folder: Option<PathBuf>,
 }
 
@@ -89,6 +108,8 @@ impl Proxy {
             address: engines[0].address,
             http2_address: engines[0].address,
             child: None,
+            admin: None,
+            plane: None,
             folder: None,
         })
     }
@@ -101,128 +122,144 @@ impl Proxy {
         let address = free_address()?;
         let folder = std::env::temp_dir().join(format!("bench-proxy-{}", address.port()));
         fs::create_dir_all(&folder)?;
-        let http2_address = match kind {
-            // One port of nginx takes either version only.
-            ProxyKind::Nginx => free_address()?,
-            _ => address,
-        };
-        let ports = Ports {
-            address,
-            http2_address,
-        };
-        let command = command(kind, ports, engines, options, &folder)?;
-        let mut command = pinned(command, options);
-        let log = fs::File::create(folder.join("log"))?;
-        command
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        let child = command.spawn().with_context(|| format!("{command:?}"))?;
-        let proxy = Self {
+        let mut proxy = Self {
             kind,
             address,
-            http2_address,
-            child: Some(child),
-            folder: Some(folder),
+            http2_address: match kind {
+                // One port of nginx takes either version only.
+                ProxyKind::Nginx => free_address()?,
+                _ => address,
+            },
+            child: None,
+            admin: None,
+            plane: None,
+            folder: Some(folder.clone()),
         };
-        proxy.wait_until_ready()?;
+        if kind.has_index() {
+            proxy.admin = Some(Admin::at(free_address()?));
+        }
+        if kind == ProxyKind::WarmrouteNats {
+            proxy.plane = Some(Plane::start(engines, options, &folder)?);
+        }
+        let command = proxy.command(engines, options, &folder)?;
+        proxy.child = Some(spawn(pinned(command, options), &folder.join("log"))?);
+        proxy.wait_until_ready(engines.len())?;
         Ok(proxy)
     }
 
-    fn wait_until_ready(&self) -> anyhow::Result<()> {
+    fn wait_until_ready(&self, engines: usize) -> anyhow::Result<()> {
         let began = Instant::now();
-        let probe = Load::Plain {
-            prompt_bytes: 200,
-            requests: 8,
-        };
         loop {
-            let error = match client::run(self.address, &probe, 0, 1) {
-                Ok(_) => return Ok(()),
-                Err(error) => error,
+            let Err(error) = self.probe(engines) else {
+                return Ok(());
             };
             if began.elapsed() > START_MAX {
                 let log = self.folder.as_ref().map(|folder| folder.join("log"));
-                let log = log
-                    .and_then(|log| fs::read_to_string(log).ok())
-                    .unwrap_or_default();
-                let end: String = log.chars().rev().take(600).collect();
-                bail!(
-                    "not ready: {error:#}; {}",
-                    end.chars().rev().collect::<String>()
-                );
+                let end = log.map(|log| end_of(&log)).unwrap_or_default();
+                bail!("not ready: {error:#}; {end}");
             }
-            std::thread::sleep(Duration::from_millis(200));
+            std::thread::sleep(START_PERIOD);
         }
     }
 
-    /// Processor time of all processes so far.
-    pub fn cpu_secs(&self) -> anyhow::Result<f64> {
-        let mut ticks = 0;
-        for pid in self.pids() {
-            let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
-                continue;
-            };
-            let fields = stat.rsplit(") ").next().unwrap_or_default();
-            let fields: Vec<&str> = fields.split(' ').collect();
-            for field in [11, 12] {
-                ticks += fields.get(field).context("no times")?.parse::<u64>()?;
-            }
+    /// Sends some requests, which repeat those of earlier probes.
+    fn probe(&self, engines: usize) -> anyhow::Result<()> {
+        let load = Load::Plain {
+            prompt_bytes: 200,
+            requests: PROBE_REQUESTS,
+        };
+        let before = self.decided()?;
+        client::run(self.address, &load, 0, 1)?;
+        if let (Some(admin), Some(before)) = (&self.admin, before) {
+            let decided = admin.decided()?.since(&before);
+            let is_by_index = decided.by_index() == PROBE_REQUESTS as u64;
+            ensure!(is_by_index && decided.credited_tokens > 0, "{decided}");
+            admin.check_newest(engines)?;
         }
-        #[allow(clippy::cast_precision_loss)]
-        Ok(ticks as f64 / TICKS_PER_SEC)
+        Ok(())
     }
 
-    /// Peak of resident memory of all processes together.
-    pub fn peak_mib(&self) -> anyhow::Result<f64> {
-        let mut sum = 0.0;
-        for pid in self.pids() {
-            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-            let kib = peak.and_then(|text| text.trim().split(' ').next());
-            sum += kib.map_or(Ok(0.0), str::parse::<f64>)? / 1024.0;
-        }
-        Ok(sum)
+    /// The decisions so far. `None`: it has no index.
+    pub fn decided(&self) -> anyhow::Result<Option<Decided>> {
+        self.admin.map(|admin| admin.decided()).transpose()
     }
 
-    /// The process and its descendants.
-    fn pids(&self) -> Vec<u32> {
-        let mut pids: Vec<u32> = self.child.iter().map(Child::id).collect();
-        let mut next = 0;
-        while let Some(pid) = pids.get(next) {
-            let tasks = fs::read_dir(format!("/proc/{pid}/task"))
-                .into_iter()
-                .flatten();
-            let children: Vec<u32> = tasks
-                .filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok())
-                .flat_map(|list| {
-                    let ids = list.split_whitespace().filter_map(|id| id.parse().ok());
-                    ids.collect::<Vec<u32>>()
-                })
-                .collect();
-            pids.extend(children);
-            next += 1;
+    /// What the proxy's own processes took so far.
+    pub fn usage(&self) -> anyhow::Result<Usage> {
+        Usage::of(self.child.iter().map(Child::id))
+    }
+
+    /// What the other processes took so far that it needs, by their names.
+    pub fn usage_beside(&self) -> anyhow::Result<Vec<(&'static str, Usage)>> {
+        self.plane.as_ref().map_or(Ok(Vec::new()), Plane::usage)
+    }
+
+    fn command(
+        &self,
+        engines: &[Engine],
+        options: &Options,
+        folder: &Path,
+    ) -> anyhow::Result<Command> {
+        let ports = Ports {
+            address: self.address,
+            http2_address: self.http2_address,
+        };
+        let mut command = command(self.kind, ports, engines, options, folder)?;
+        if let Some(admin) = &self.admin {
+            let port = admin.port().to_string();
+            command.args(["--admin-port", &port]);
         }
-        pids
+        if let Some(plane) = &self.plane {
+            command.arg("--nats-url").arg(plane.url());
+        }
+        Ok(command)
     }
 }
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        let pids = self.pids();
-        if let Some(child) = &mut self.child {
-            let ids = pids.iter().map(u32::to_string);
-            drop(Command::new("kill").args(ids).status());
-            std::thread::sleep(Duration::from_millis(300));
-            drop(child.kill());
-            drop(child.wait());
-        }
+        stop(self.child.take());
+        drop(self.plane.take());
         if let Some(folder) = &self.folder {
             drop(fs::remove_dir_all(folder));
         }
     }
 }
 
-fn free_address() -> anyhow::Result<SocketAddr> {
+/// Starts a process that writes to the file what it prints.
+pub fn spawn(mut command: Command, log: &Path) -> anyhow::Result<Child> {
+    let log = fs::File::options().create(true).append(true).open(log)?;
+    command
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log);
+    command.spawn().with_context(|| format!("{command:?}"))
+}
+
+/// Stops processes and their descendants: by SIGTERM, and what still runs then by SIGKILL.
+pub fn stop(children: impl IntoIterator<Item = Child>) {
+    let mut children: Vec<Child> = children.into_iter().collect();
+    if children.is_empty() {
+        return;
+    }
+    let pids = usage::with_descendants(children.iter().map(Child::id));
+    let ids = pids.iter().map(u32::to_string);
+    drop(Command::new("kill").args(ids).status());
+    std::thread::sleep(Duration::from_millis(300));
+    for child in &mut children {
+        drop(child.kill());
+        drop(child.wait());
+    }
+}
+
+/// The end of a log.
+pub fn end_of(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let start = text.len().saturating_sub(600);
+    text[text.ceil_char_boundary(start)..].to_owned()
+}
+
+pub fn free_address() -> anyhow::Result<SocketAddr> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?)
 }
 
@@ -260,9 +297,10 @@ fn command(
     };
     Ok(match kind {
         ProxyKind::Direct => bail!("no process"),
-        ProxyKind::Warmroute | ProxyKind::WarmrouteCache | ProxyKind::WarmrouteKv => {
-            warmroute(kind, &port, engines, options)
-        }
+        ProxyKind::Warmroute
+        | ProxyKind::WarmrouteCache
+        | ProxyKind::WarmrouteNats
+        | ProxyKind::WarmrouteKv => warmroute(kind, &port, engines, options),
         ProxyKind::VllmRouter => python("vllm-router", "round_robin"),
         ProxyKind::VllmRouterCache => python("vllm-router", "cache_aware"),
         ProxyKind::SglangRouter => python("sglang-router", "round_robin"),
@@ -287,9 +325,14 @@ fn command(
 fn warmroute(kind: ProxyKind, port: &str, engines: &[Engine], options: &Options) -> Command {
     let mut command = Command::new(&options.router);
     command
-        .args(["--host", "127.0.0.1", "--port", port, "--admin-port", "0"])
-        .args(["--log", "warn"])
-        .args(engines.iter().map(worker));
+        .args(["--host", "127.0.0.1", "--port", port])
+        .args(["--log", "warn"]);
+    if !kind.has_index() {
+        command.args(["--admin-port", "0"]);
+    }
+    if kind != ProxyKind::WarmrouteNats {
+        command.args(engines.iter().map(worker));
+    }
     if kind == ProxyKind::Warmroute {
         command.args(["--policy", "round-robin"]);
     } else {
