@@ -17,6 +17,8 @@ mod prompts;
 mod table;
 mod usage;
 
+use std::rc::Rc;
+
 use anyhow::{Context as _, ensure};
 
 use client::{Load, Measured};
@@ -47,14 +49,17 @@ fn main() -> anyhow::Result<()> {
     match (&options.mode, &options.mock_engine) {
         (Mode::Compare, None) => {
             let threads = options.client_threads.max(backend::THREADS_MIN);
-            let engines = Engines::light(options.backends, threads)?;
+            let engines = Rc::new(Engines::light(options.backends, threads)?);
             let loads = Load::proxying(options.requests);
-            compare(&options, &engines, &ProxyKind::PROXYING, loads)
+            let shared = || Ok(Rc::clone(&engines));
+            compare(&options, shared, &ProxyKind::PROXYING, loads)
         }
         (Mode::Compare, Some(binary)) => {
-            let engines = Engines::mock(binary, &options.tokenizer, options.backends)?;
+            // Each proxy has engines of its own: a router follows the events of all its engines,
+            // and would do so in the rounds of other proxies.
+            let own = || Engines::mock(binary, &options.tokenizer, options.backends).map(Rc::new);
             let loads = Load::prompts(options.requests)?;
-            compare(&options, &engines, &ProxyKind::CACHE_AWARE, loads)
+            compare(&options, own, &ProxyKind::CACHE_AWARE, loads)
         }
         (Mode::Attacks, binary) => {
             let binary = binary.as_deref().context("--attacks needs --mock-engine")?;
@@ -68,7 +73,7 @@ fn main() -> anyhow::Result<()> {
 /// Prints a table of the loads and proxies.
 fn compare(
     options: &Options,
-    engines: &Engines,
+    engines: impl Fn() -> anyhow::Result<Rc<Engines>>,
     kinds: &[ProxyKind],
     loads: Vec<Load>,
 ) -> anyhow::Result<()> {
@@ -76,10 +81,15 @@ fn compare(
         Some(only) => kind.name().contains(only.as_str()) || *kind == ProxyKind::Direct,
         None => true,
     };
-    let mut proxies = Vec::new();
+    // Proxies are dropped first.
+    let (mut behind, mut proxies) = (Vec::new(), Vec::new());
     for kind in kinds.iter().copied().filter(wanted) {
+        let engines = engines()?;
         match Proxy::start(kind, &engines.engines, options) {
-            Ok(proxy) => proxies.push(proxy),
+            Ok(proxy) => {
+                proxies.push(proxy);
+                behind.push(engines);
+            }
             Err(error) => eprintln!("without {}: {error:#}", kind.name()),
         }
     }
