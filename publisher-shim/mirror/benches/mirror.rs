@@ -2,9 +2,9 @@
 //! up.
 //!
 //! `cargo bench -p warmroute-mirror`. Prompts of 48 blocks share their first 16 with earlier ones; the
-//! engine holds 200,000 blocks and evicts the oldest, each with an event of its own, as vLLM does. Blocks
-//! are counted when stored and when removed. Times are the thread's on a processor, so that a busy machine can still compare two builds.
-//! One line of JSON, the best of the rounds.
+//! engine holds 200,000 blocks and evicts the oldest, each with an event of its own, as vLLM does.
+//! Blocks are counted when stored and when removed. Times are the thread's on a processor, so that a
+//! busy machine can still compare two builds. One line of JSON, the best of the rounds.
 #![expect(
     clippy::unwrap_used,
     clippy::print_stdout,

@@ -5,11 +5,12 @@
 use super::EngineHash;
 use super::msgpack::Cursor;
 
-/// Length of the bytes of a list of one integer hash, and of its hash alone.
+/// A list of one integer.
 const INT: ListForm = ListForm { list: 10, hash: 8 };
-/// The same for a list of one SHA-256 digest.
+/// A list of one SHA-256 digest.
 const DIGEST: ListForm = ListForm { list: 35, hash: 32 };
 
+/// Bytes of a list of one hash, and of the hash alone.
 #[derive(Clone, Copy)]
 struct ListForm {
     list: usize,

@@ -99,7 +99,7 @@ struct TemplateTraits {
 #[derive(Debug)]
 pub struct ChatTemplates {
     env: Environment<'static>,
-    /// The same for [`RenderBound::Short`].
+    /// `env` with the fuel of [`RenderBound::Short`].
     short_env: Environment<'static>,
     traits: BTreeMap<String, TemplateTraits>,
     /// Whether the model has one template instead of a set of named ones.
