@@ -313,8 +313,7 @@ impl World {
         let Some(running) = &mut self.hosts[host].running else {
             return;
         };
-        let mut watches = running.streams.watches.iter_mut();
-        let Some(watch) = watches.find(|watch| watch.id == id) else {
+        let Some(watch) = running.streams.watch(id) else {
             return;
         };
         match &event {

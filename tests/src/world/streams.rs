@@ -1,6 +1,6 @@
 //! The server's side of a process's streams: tails of the log, watches of the registry, subscriptions.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::sync::mpsc;
 use warmroute_plane::{Broadcast, LogMessage, RegistryEvent, Revision, ServiceRequest};
@@ -37,8 +37,25 @@ pub(super) struct Watch {
     /// A router's follower of workers and drains reads it.
     pub(super) is_of_fleet: bool,
     pub(super) seen: BTreeMap<String, Revision>,
+    /// The keys that will be in `seen` when all that was sent has arrived: a process that stands still
+    /// reads it later.
+    pub(super) sent: BTreeSet<String>,
     /// Everything that was there at its begin came.
     pub(super) is_current: bool,
+}
+
+impl Watch {
+    pub(super) fn note_sent(&mut self, event: &RegistryEvent) {
+        match event {
+            RegistryEvent::Put { key, .. } => {
+                self.sent.insert(key.clone());
+            }
+            RegistryEvent::Gone { key } => {
+                self.sent.remove(key);
+            }
+            RegistryEvent::Current => {}
+        }
+    }
 }
 
 #[derive(Default)]
@@ -66,6 +83,10 @@ impl Streams {
 
     pub(super) fn tail(&mut self, id: u64) -> Option<&mut Tail> {
         self.tails.iter_mut().find(|tail| tail.id == id)
+    }
+
+    pub(super) fn watch(&mut self, id: u64) -> Option<&mut Watch> {
+        self.watches.iter_mut().find(|watch| watch.id == id)
     }
 
     pub(super) fn listens_to(&self, subject: &str) -> bool {

@@ -279,6 +279,7 @@ impl World {
                         prefix,
                         is_of_fleet,
                         seen: Default::default(),
+                        sent: Default::default(),
                         is_current: false,
                     };
                     running.streams.watches.push(watch);
@@ -402,13 +403,35 @@ impl World {
         if !is_current {
             events.push(RegistryEvent::Current);
         }
+        let read_later = self.read_later(host, id);
         for event in events {
             self.send_event(host, id, event);
         }
+        // Without a shift of all else's draws.
+        self.for_fleet(|world| {
+            for key in read_later {
+                world.send_event(host, id, RegistryEvent::Gone { key });
+            }
+        });
+    }
+
+    /// The keys that are gone, and that a watch takes for present when it has read what it was sent.
+    fn read_later(&self, host: usize, id: u64) -> Vec<String> {
+        let Some(watch) = self.watch(host, id) else {
+            return Vec::new();
+        };
+        let is_gone =
+            |key: &&String| !watch.seen.contains_key(*key) && !self.plane.keys.contains_key(*key);
+        watch.sent.iter().filter(is_gone).cloned().collect()
     }
 
     fn send_event(&mut self, host: usize, id: u64, event: RegistryEvent) {
-        let is_of_fleet = self.watch(host, id).is_some_and(|watch| watch.is_of_fleet);
+        let running = self.hosts[host].running.as_mut();
+        let watch = running.and_then(|running| running.streams.watch(id));
+        let is_of_fleet = watch.is_some_and(|watch| {
+            watch.note_sent(&event);
+            watch.is_of_fleet
+        });
         let input = Input::Registry(id, event);
         match is_of_fleet {
             true => self.for_fleet(|world| world.in_order(host, input)),
