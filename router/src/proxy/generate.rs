@@ -21,7 +21,7 @@ use super::headers;
 use super::plan::{
     AnswerModels, Plan, PlanInputs, PromptWork, SLOW_TEMPLATE, TextSample, TextSampling, plan,
 };
-use super::prompt_jobs::{CompareJob, PlanJob};
+use super::prompt_jobs::{CompareJob, PlanJob, Rendering};
 use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, OnBeginning, respond};
 use super::resume::ResumableAnswer;
@@ -262,12 +262,15 @@ impl App {
         let started = Instant::now();
         let small = (body.bytes.len() <= inline_max).then(|| plan(route, &body.bytes, &inputs));
         let planned = match small {
-            Some(Ok(plan)) if plan.unhashed == Some(SLOW_TEMPLATE) => None,
-            small => small,
-        };
-        let planned = match planned {
+            Some(Ok(plan)) if plan.unhashed == Some(SLOW_TEMPLATE) => {
+                let rendering = Rendering::Long;
+                self.plan_in_pool(route, body, inputs, rendering).await
+            }
             Some(planned) => planned,
-            None => self.plan_in_pool(route, body, inputs).await,
+            None => {
+                let rendering = Rendering::Usual;
+                self.plan_in_pool(route, body, inputs, rendering).await
+            }
         };
         self.metrics.step(DecisionStep::Read, started.elapsed());
         planned
@@ -280,12 +283,14 @@ impl App {
         route: openai::PromptRoute,
         body: &BufferedBody,
         inputs: PlanInputs,
+        rendering: Rendering,
     ) -> Result<Plan, ProxyError> {
         let without_tokens = PlanInputs {
             work: PromptWork::Skip,
             ..inputs.clone()
         };
-        let (job, planned) = PlanJob::new(route, body.clone(), inputs, self.bodies.clone());
+        let budget = self.bodies.clone();
+        let (job, planned) = PlanJob::new(route, body.clone(), inputs, budget, rendering);
         self.prompts.submit(Box::new(job));
         let planned = match timeout(self.settings.current().prompt_timeout(), planned).await {
             Ok(planned) => planned.ok(),

@@ -4,13 +4,22 @@ use tokio::sync::oneshot;
 
 use super::body::{BodyBudget, BufferedBody};
 use super::plan::{self, Plan, PlanEncoding, PlanInputs, Planning, TextSample, WorkLimits};
-use super::prompt_pool::PromptJob;
+use super::prompt_pool::{PromptJob, SHORT_BYTES_MAX};
 use crate::error::ProxyError;
 use crate::openai::PromptRoute;
 use crate::tokenize::{ReferenceComparison, TaskState};
 
 /// Bytes that are encoded in one step: about a millisecond.
 const STEP_BYTES: usize = 64 << 10;
+
+/// What is known of a prompt's chat template before it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rendering {
+    /// It takes about as long as reading the body.
+    Usual,
+    /// It takes longer than the bound of request threads, in one step.
+    Long,
+}
 
 /// The plan of one request. It ends when its client has gone: that drops the receiver.
 pub(super) struct PlanJob {
@@ -20,6 +29,7 @@ pub(super) struct PlanJob {
     inputs: PlanInputs,
     budget: BodyBudget,
     encoding: Option<Box<PlanEncoding>>,
+    rendering: Rendering,
     planned: Option<oneshot::Sender<Result<Plan, ProxyError>>>,
 }
 
@@ -29,6 +39,7 @@ impl PlanJob {
         body: BufferedBody,
         inputs: PlanInputs,
         budget: BodyBudget,
+        rendering: Rendering,
     ) -> (Self, oneshot::Receiver<Result<Plan, ProxyError>>) {
         let (planned, receiver) = oneshot::channel();
         let job = Self {
@@ -37,6 +48,7 @@ impl PlanJob {
             inputs,
             budget,
             encoding: None,
+            rendering,
             planned: Some(planned),
         };
         (job, receiver)
@@ -81,8 +93,12 @@ impl PromptJob for PlanJob {
     }
 
     fn bytes_left(&self) -> usize {
-        let encoding = self.encoding.as_ref();
-        encoding.map_or(self.body.bytes.len(), |encoding| encoding.bytes_left())
+        match (&self.encoding, self.rendering) {
+            (Some(encoding), _) => encoding.bytes_left(),
+            (None, Rendering::Usual) => self.body.bytes.len(),
+            // The thread of short jobs is not for it.
+            (None, Rendering::Long) => self.body.bytes.len() + SHORT_BYTES_MAX,
+        }
     }
 }
 

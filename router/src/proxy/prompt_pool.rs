@@ -16,7 +16,7 @@ use tokio::time::{Duration, Instant};
 use crate::tokenize::TaskState;
 
 /// A job with more bytes left is long.
-const SHORT_BYTES_MAX: usize = 256 << 10;
+pub(super) const SHORT_BYTES_MAX: usize = 256 << 10;
 
 /// A job is due this much later for each 64 KiB that it has left: about the time that they take.
 const DELAY_OF_64_KIB: Duration = Duration::from_millis(2);

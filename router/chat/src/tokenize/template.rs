@@ -277,6 +277,15 @@ impl ChatTemplates {
     }
 }
 
+/// Whether the error, or that of an included template in it, is one of too many instructions.
+fn is_out_of_fuel(error: &minijinja::Error) -> bool {
+    let first: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    std::iter::successors(first, |error| error.source()).any(|error| {
+        let error = error.downcast_ref::<minijinja::Error>();
+        error.is_some_and(|error| error.kind() == ErrorKind::OutOfFuel)
+    })
+}
+
 fn run(
     env: &Environment<'_>,
     name: &str,
@@ -284,7 +293,7 @@ fn run(
     mut out: BoundedText<'_>,
 ) -> Result<String, RenderError> {
     let failed = |error: minijinja::Error| {
-        if error.kind() == ErrorKind::OutOfFuel {
+        if is_out_of_fuel(&error) {
             RenderError::TooLong
         } else {
             RenderError::Template(error.to_string())

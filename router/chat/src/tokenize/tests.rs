@@ -261,6 +261,32 @@ fn templates_of_clients_are_not_run() {
     assert!(chat(&tokenizer, body).is_err());
 }
 
+#[test]
+fn a_template_that_executes_many_instructions_ends_within_its_bound() {
+    let slow = "{% for a in range(300) %}{% for b in range(1000) %}{% endfor %}{% endfor %}done";
+    let including = "{% include 'slow' %}";
+    let sources = [("default", including), ("slow", slow)];
+    let sources = sources.map(|(name, source)| (name.to_owned(), source.to_owned()));
+    let templates = ChatTemplates::named(sources.into(), BTreeMap::new()).unwrap();
+    for name in ["", r#","chat_template":"slow""#] {
+        let body = format!(r#"{{"model":"m","messages":[{{"role":"user","content":"x"}}]{name}}}"#);
+        let request = parse(PromptRoute::ChatCompletions, body.as_bytes()).unwrap();
+        let PromptSource::Chat(parts) = &request.prompt else {
+            panic!("a chat")
+        };
+        let render = |bound| {
+            let is_cancelled = &|| false;
+            let limits = RenderLimits {
+                bound,
+                is_cancelled,
+            };
+            templates.render_within(parts, now(), limits)
+        };
+        assert_eq!(render(RenderBound::Short), Err(RenderError::TooLong));
+        assert_eq!(render(RenderBound::Long), Ok("done".to_owned()));
+    }
+}
+
 /// A few such bodies once occupied every encoding thread for minutes.
 #[test]
 fn template_kwargs_cost_linear_time_and_are_bounded() {

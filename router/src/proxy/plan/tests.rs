@@ -10,8 +10,8 @@ use tokio_util::task::TaskTracker;
 use super::*;
 use crate::config::Limits;
 use crate::fleet::Parity;
-use crate::proxy::prompt_jobs::PlanJob;
-use crate::proxy::prompt_pool::PromptJob as _;
+use crate::proxy::prompt_jobs::{PlanJob, Rendering};
+use crate::proxy::prompt_pool::{PromptJob as _, SHORT_BYTES_MAX};
 use crate::settings::{LiveSettings, Settings};
 use crate::tenants::{LimitSharing, TenantRefusal, Tenants};
 use crate::tokenize::CivilTime;
@@ -557,11 +557,29 @@ async fn work_ends_when_the_client_has_gone() {
     let headers = HeaderMap::new();
     let body = budget.read(&headers, 0, body.into()).await.unwrap();
     let route = PromptRoute::ChatCompletions;
-    let (mut job, planned) = PlanJob::new(route, body, inputs, budget);
+    let (mut job, planned) = PlanJob::new(route, body, inputs, budget, Rendering::Usual);
     assert_eq!((job.step(), job.step()), (TaskState::More, TaskState::More));
     assert!(job.bytes_left() > 300_000);
     drop(planned);
     assert_eq!(job.step(), TaskState::Done);
+}
+
+/// One step of a slow template occupies its thread for long, and one thread is for short jobs.
+#[tokio::test]
+async fn a_prompt_with_a_slow_template_is_a_long_job_until_it_is_rendered() {
+    let budget = budget(16 << 20);
+    let headers = HeaderMap::new();
+    let body = chat("hello");
+    for (rendering, is_long) in [(Rendering::Usual, false), (Rendering::Long, true)] {
+        let body = budget.read(&headers, 0, body.clone().into()).await.unwrap();
+        let route = PromptRoute::ChatCompletions;
+        let (mut job, planned) =
+            PlanJob::new(route, body, with_tokenizer(), budget.clone(), rendering);
+        assert_eq!(job.bytes_left() > SHORT_BYTES_MAX, is_long);
+        assert_eq!(job.step(), TaskState::More);
+        assert!(job.bytes_left() <= SHORT_BYTES_MAX);
+        drop(planned);
+    }
 }
 
 /// They have the blocks of the chat that the engine makes of them, and no trust of other routes.

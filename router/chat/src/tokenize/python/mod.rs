@@ -23,7 +23,8 @@ pub(super) use text::{is_space, strip_end};
 
 /// Instructions that one rendering may execute. A chat of 10,000 messages needs about a million.
 const FUEL: u64 = 50_000_000;
-/// Instructions of a short rendering: some milliseconds. A chat of 500 messages needs 50,000.
+/// Instructions of a short rendering: some milliseconds, unless they copy long texts. A chat of 500
+/// messages needs 50,000.
 pub(super) const SHORT_FUEL: u64 = 200_000;
 /// Nested macro calls and includes.
 const RECURSION_MAX: usize = 200;
