@@ -102,7 +102,7 @@ impl Nodes {
                 if let Some(parent) = self.get_mut(parent) {
                     parent.children += 1;
                 }
-                if self.find(prefix).is_some_and(|known| known != at) {
+                if self.find(prefix).is_some() {
                     return None;
                 }
                 self.index(at, prefix);
