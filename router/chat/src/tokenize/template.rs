@@ -144,7 +144,8 @@ impl ChatTemplates {
                 mentions_effort: source.contains(THINKING) || source.contains("reasoning_effort"),
             };
             has_generation_tags |= plain != source;
-            env.add_template_owned(name.clone(), plain)
+            let prepared = python::without_printed_sums(&plain).into_owned();
+            env.add_template_owned(name.clone(), prepared)
                 .map_err(|error| failed(&name, error))?;
             traits.insert(name, found);
         }

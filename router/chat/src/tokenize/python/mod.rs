@@ -11,6 +11,7 @@ mod generation;
 mod methods;
 mod print;
 mod strftime;
+mod sums;
 mod text;
 
 use minijinja::syntax::SyntaxConfig;
@@ -19,6 +20,7 @@ use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior};
 
 pub(super) use generation::without_generation_tags;
 pub use strftime::CivilTime;
+pub(super) use sums::without_printed_sums;
 pub(super) use text::{is_space, strip_end};
 
 /// Instructions that one rendering may execute. A chat of 10,000 messages needs about a million.
@@ -42,6 +44,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     env.set_formatter(|out, _state, value| print::write_str_of(out, value));
     env.add_function("raise_exception", raise_exception);
     filters::register(&mut env);
+    sums::register(&mut env);
     Ok(env)
 }
 

@@ -21,7 +21,8 @@ const NOW: i64 = 1_772_874_302;
 fn render(source: &str, context: &Value) -> Result<String, Error> {
     let mut env = environment()?;
     env.add_global("strftime_now", strftime_now(CivilTime::from_unix(NOW)));
-    env.render_str(&without_generation_tags(source), context.clone())
+    let source = without_generation_tags(source);
+    env.render_str(&without_printed_sums(&source), context.clone())
 }
 
 /// Sources that the engine refuses and the router renders. Harmless: the engine makes no prompt.
