@@ -21,7 +21,6 @@ mod text_task;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use serde_json::Value;
@@ -249,20 +248,21 @@ impl Tokenizer {
         splitting.filter(|s| encoder == EncoderKind::Own || s.reference_is_local)
     }
 
-    /// The ids of a piece between two added tokens.
-    fn piece_by_reference(
+    /// Appends the ids of a piece between two added tokens.
+    fn append_by_reference(
         &self,
         piece: &str,
         scope: CacheScope,
-    ) -> Result<Arc<[u32]>, TextEncodeError> {
+        ids: &mut Vec<u32>,
+    ) -> Result<(), TextEncodeError> {
         const VARIANT: u64 = 2;
         let key = self.cache.key(piece, scope, VARIANT);
-        if let Some(ids) = self.cache.get(key, piece) {
-            return Ok(ids);
+        if self.cache.append(key, ids, |kept| kept == piece).is_none() {
+            let encoded = self.encode_by_reference(piece, SpecialTokens::Omit)?;
+            self.cache.put(key, piece, &encoded);
+            ids.extend_from_slice(&encoded);
         }
-        let ids = self.encode_by_reference(piece, SpecialTokens::Omit)?;
-        self.cache.put(key, piece, &ids);
-        Ok(ids.into())
+        Ok(())
     }
 
     fn encode_by_reference(

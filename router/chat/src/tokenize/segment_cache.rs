@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustc_hash::FxBuildHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -42,15 +42,24 @@ pub(super) struct SegmentCache {
 pub struct CacheScope(u64);
 
 /// The key of a segment's text. Texts that share one replace each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SegmentKey(u64);
+
+/// A segment whose ids were found.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FoundSegment {
+    pub bytes: usize,
+    /// The segment that followed it the last time.
+    pub next: SegmentKey,
+}
 
 type Segments = HashMap<u64, CachedSegment, FxBuildHasher>;
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct CachedSegment {
-    text: Arc<str>,
-    ids: Arc<[u32]>,
+    text: Box<str>,
+    ids: Box<[u32]>,
+    next: SegmentKey,
 }
 
 /// Two generations: a used segment moves to the young one. When the young one has filled its half,
@@ -99,24 +108,47 @@ impl SegmentCache {
         SegmentKey(xxh3_64_with_seed(text.as_bytes(), seed))
     }
 
-    pub(super) fn get(&self, key: SegmentKey, text: &str) -> Option<Arc<[u32]>> {
-        let found = self.shard(key).get(key, text, self.generation_max());
-        let counter = if found.is_some() {
-            &self.hit_bytes
-        } else {
-            &self.miss_bytes
+    /// Appends the ids of the segment with this key to `ids`, if its text is accepted.
+    pub(super) fn append(
+        &self,
+        key: SegmentKey,
+        ids: &mut Vec<u32>,
+        accepts: impl FnOnce(&str) -> bool,
+    ) -> Option<FoundSegment> {
+        let mut shard = self.shard(key);
+        let segment = shard.get(key, self.generation_max())?;
+        if !accepts(&segment.text) {
+            return None;
+        }
+        ids.extend_from_slice(&segment.ids);
+        let found = FoundSegment {
+            bytes: segment.text.len(),
+            next: segment.next,
         };
-        counter.fetch_add(text.len() as u64, Ordering::Relaxed);
-        found
+        drop(shard);
+        self.hit_bytes
+            .fetch_add(found.bytes as u64, Ordering::Relaxed);
+        Some(found)
     }
 
+    /// Keeps the ids of a segment that was not found.
     pub(super) fn put(&self, key: SegmentKey, text: &str, ids: &[u32]) {
+        self.miss_bytes
+            .fetch_add(text.len() as u64, Ordering::Relaxed);
         if text.len() <= SEGMENT_BYTES_MAX {
             let segment = CachedSegment {
                 text: text.into(),
                 ids: ids.into(),
+                next: SegmentKey::default(),
             };
             self.shard(key).insert(key, segment, self.generation_max());
+        }
+    }
+
+    /// Remembers which segment followed another one.
+    pub(super) fn set_next(&self, key: SegmentKey, next: SegmentKey) {
+        if let Some(segment) = self.shard(key).young.get_mut(&key.0) {
+            segment.next = next;
         }
     }
 
@@ -140,16 +172,13 @@ impl SegmentCache {
 }
 
 impl CacheShard {
-    fn get(&mut self, key: SegmentKey, text: &str, max: usize) -> Option<Arc<[u32]>> {
-        if let Some(found) = self.young.get(&key.0) {
-            return (*found.text == *text).then(|| Arc::clone(&found.ids));
+    fn get(&mut self, key: SegmentKey, max: usize) -> Option<&CachedSegment> {
+        if !self.young.contains_key(&key.0) {
+            let found = self.old.remove(&key.0)?;
+            self.old_bytes -= found.bytes();
+            self.insert(key, found, max);
         }
-        let found = self.old.remove(&key.0)?;
-        self.old_bytes -= found.bytes();
-        let is_same = *found.text == *text;
-        let ids = Arc::clone(&found.ids);
-        self.insert(key, found, max);
-        is_same.then_some(ids)
+        self.young.get(&key.0)
     }
 
     fn insert(&mut self, key: SegmentKey, segment: CachedSegment, max: usize) {
@@ -175,6 +204,12 @@ impl CachedSegment {
 mod tests {
     use super::*;
 
+    fn get(cache: &SegmentCache, key: SegmentKey, text: &str) -> Option<Vec<u32>> {
+        let mut ids = Vec::new();
+        cache.append(key, &mut ids, |kept| kept == text)?;
+        Some(ids)
+    }
+
     #[test]
     fn memory_is_bounded_and_used_segments_stay() {
         let cache = SegmentCache::new();
@@ -186,14 +221,14 @@ mod tests {
             cache.put(key(&text), &text, &ids);
             assert!(cache.stats().kept_bytes <= CACHE_BYTES_MAX);
             if i % 500 == 0 {
-                assert!(cache.get(key("kept"), "kept").is_some(), "after {i}");
+                assert!(get(&cache, key("kept"), "kept").is_some(), "after {i}");
             }
         }
         let first = "0".repeat(1000);
-        assert!(cache.get(key(&first), &first).is_none());
+        assert!(get(&cache, key(&first), &first).is_none());
         let large = "x".repeat(SEGMENT_BYTES_MAX + 1);
         cache.put(key(&large), &large, &ids);
-        assert!(cache.get(key(&large), &large).is_none());
+        assert!(get(&cache, key(&large), &large).is_none());
     }
 
     #[test]
@@ -219,9 +254,9 @@ mod tests {
     fn texts_that_share_a_key_do_not_share_ids() {
         let cache = SegmentCache::new();
         cache.put(SegmentKey(7), "a", &[1]);
-        assert!(cache.get(SegmentKey(7), "b").is_none());
+        assert!(get(&cache, SegmentKey(7), "b").is_none());
         cache.put(SegmentKey(7), "b", &[2]);
-        assert_eq!(cache.get(SegmentKey(7), "b").as_deref(), Some(&[2][..]));
-        assert!(cache.get(SegmentKey(7), "a").is_none());
+        assert_eq!(get(&cache, SegmentKey(7), "b").as_deref(), Some(&[2][..]));
+        assert!(get(&cache, SegmentKey(7), "a").is_none());
     }
 }

@@ -5,7 +5,7 @@
 
 use super::added::{AddedTokens, FoundToken, TokenMatcher};
 use super::bpe::{BpeEncoder, BpeScratch, PiecePlace, SegmentLead};
-use super::segment_cache::CacheScope;
+use super::segment_cache::{CacheScope, SegmentKey};
 use super::{EncoderKind, TextEncodeError, Tokenizer};
 use crate::openai::SpecialTokens;
 
@@ -14,6 +14,9 @@ const CACHED_BYTES_MIN: usize = 64;
 
 /// Text without a seam in so many bytes is encoded in parts of about this length, and not cached.
 const SEGMENT_BYTES_MAX: usize = 64 << 10;
+
+/// Bytes before a seam that decide whether it is an end.
+const RECENT: usize = 4;
 
 /// Where segments end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,8 +65,16 @@ pub struct TextTask<T> {
     at: usize,
     token: NextToken,
     piece: Option<PieceTask>,
+    last: Option<LastSegment>,
     ids: Vec<u32>,
     scratch: BpeScratch,
+}
+
+/// The last segment that the cache has, and the one that followed it in an earlier text.
+#[derive(Clone, Copy, Debug)]
+struct LastSegment {
+    key: SegmentKey,
+    next: SegmentKey,
 }
 
 /// The next added token, searched once.
@@ -112,6 +123,7 @@ impl<T: AsRef<str>> TextTask<T> {
             at: 0,
             token: NextToken::Unknown,
             piece: None,
+            last: None,
             ids: Vec::new(),
             scratch: BpeScratch::default(),
         }
@@ -240,8 +252,7 @@ impl<T: AsRef<str>> TextTask<T> {
             .filter(|_| self.encoder == EncoderKind::Own);
         let ended = match own {
             None => {
-                self.ids
-                    .extend_from_slice(&tokenizer.piece_by_reference(raw, self.cache_scope)?);
+                tokenizer.append_by_reference(raw, self.cache_scope, &mut self.ids)?;
                 true
             }
             Some(own) => {
@@ -256,6 +267,7 @@ impl<T: AsRef<str>> TextTask<T> {
                     added,
                     cache_scope: self.cache_scope,
                     cuts: self.cuts,
+                    last: &mut self.last,
                     scratch: &mut self.scratch,
                     ids: &mut self.ids,
                 };
@@ -280,12 +292,13 @@ struct SegmentStep<'s> {
     added: &'s AddedTokens,
     cache_scope: CacheScope,
     cuts: CutRule,
+    last: &'s mut Option<LastSegment>,
     scratch: &'s mut BpeScratch,
     ids: &'s mut Vec<u32>,
 }
 
 impl SegmentStep<'_> {
-    fn run(self, text: &str, piece: &mut PieceTask) -> Result<(), TextEncodeError> {
+    fn run(mut self, text: &str, piece: &mut PieceTask) -> Result<(), TextEncodeError> {
         let token = piece.token.of(&self.added.normalized, text, piece.at);
         let end = token.map_or(text.len(), |token| token.start);
         if piece.at >= end {
@@ -307,8 +320,13 @@ impl SegmentStep<'_> {
             };
             self.own.lead(rest, place)
         });
-        let length = segment_length(self.own, rest, self.cuts);
-        let encoded = self.encode(&rest[..length], lead)?;
+        let encoded = match self.follow(rest, lead) {
+            Some(found) => found,
+            None => {
+                let length = segment_length(self.own, rest, self.cuts);
+                self.encode(&rest[..length], lead)?
+            }
+        };
         // A step that encoded nothing would be repeated without end.
         if encoded == 0 {
             return Err(TextEncodeError::LongPart);
@@ -316,6 +334,23 @@ impl SegmentStep<'_> {
         piece.at += encoded;
         piece.lead = Some(SegmentLead::None);
         Ok(())
+    }
+
+    /// Takes the segment that followed the last one before, without a search for its end, if the
+    /// text has it here and it ends here. Returns its bytes.
+    fn follow(&mut self, rest: &str, lead: SegmentLead) -> Option<usize> {
+        let LastSegment { next, .. } = self.last.filter(|_| lead == SegmentLead::None)?;
+        let (own, cuts) = (self.own, self.cuts);
+        let is_here = |kept: &str| {
+            rest.starts_with(kept)
+                && (kept.len() == rest.len() || is_end(own, rest, kept.len(), cuts))
+        };
+        let found = self.tokenizer.cache.append(next, self.ids, is_here)?;
+        *self.last = Some(LastSegment {
+            key: next,
+            next: found.next,
+        });
+        Some(found.bytes)
     }
 
     /// Returns the bytes that were encoded.
@@ -332,40 +367,58 @@ impl SegmentStep<'_> {
             SegmentLead::Blank => 1,
         };
         let key = cache.key(segment, self.cache_scope, variant);
-        if let Some(ids) = cache.get(key, segment) {
-            self.ids.extend_from_slice(&ids);
-            return Ok(segment.len());
+        let found = cache.append(key, self.ids, |kept| kept == segment);
+        let encoded = match found {
+            Some(found) => found.bytes,
+            None => {
+                let start = self.ids.len();
+                let until = segment.len();
+                let encoded = self
+                    .own
+                    .encode(segment, lead, until, self.ids, self.scratch)?;
+                cache.put(key, segment, &self.ids[start..]);
+                encoded
+            }
+        };
+        if let Some(last) = self.last.filter(|last| last.next != key && variant == 0) {
+            cache.set_next(last.key, key);
         }
-        let start = self.ids.len();
-        let until = segment.len();
-        let encoded = self
-            .own
-            .encode(segment, lead, until, self.ids, self.scratch)?;
-        cache.put(key, segment, &self.ids[start..]);
+        let next = found.map_or_else(SegmentKey::default, |found| found.next);
+        *self.last = Some(LastSegment { key, next });
         Ok(encoded)
     }
 }
 
-/// The length of the segment at the start of a text: all of it, if no seam is near. The last four
-/// bytes decide which seams are ends.
-fn segment_length(own: &BpeEncoder, text: &str, cuts: CutRule) -> usize {
+fn is_chosen(recent: &[u8], cuts: CutRule) -> bool {
     const PRIME: u32 = 0x9e37_79b1;
-    const RECENT: usize = 4;
-    let threshold = u32::MAX / cuts.one_in;
-    let is_chosen = |recent: &[u8]| {
-        let recent = recent.first_chunk().copied().map_or(0, u32::from_be_bytes);
-        recent.wrapping_mul(PRIME) <= threshold
-    };
-    let is_seam = |at: usize| text.is_char_boundary(at) && own.is_seam(text, at);
+    let recent = recent.first_chunk().copied().map_or(0, u32::from_be_bytes);
+    recent.wrapping_mul(PRIME) <= u32::MAX / cuts.one_in
+}
+
+fn is_seam(own: &BpeEncoder, text: &str, at: usize) -> bool {
+    text.is_char_boundary(at) && own.is_seam(text, at)
+}
+
+/// Whether a segment may end there: [`segment_length`] finds no other end if that text up to there
+/// was found to be a segment before.
+fn is_end(own: &BpeEncoder, text: &str, at: usize, cuts: CutRule) -> bool {
+    let recent = text.as_bytes().get(at.saturating_sub(RECENT)..at);
+    (cuts.bytes_min..cuts.bytes_max).contains(&at)
+        && recent.is_some_and(|recent| is_chosen(recent, cuts))
+        && is_seam(own, text, at)
+}
+
+/// The length of the segment at the start of a text: all of it, if no seam is near.
+fn segment_length(own: &BpeEncoder, text: &str, cuts: CutRule) -> usize {
     let ends_max = text.len().min(SEGMENT_BYTES_MAX);
     let chosen_max = cuts.bytes_max.min(ends_max);
     let before = text.as_bytes().get(cuts.bytes_min.saturating_sub(RECENT)..);
     let chosen = (cuts.bytes_min..chosen_max)
         .zip(before.unwrap_or_default().windows(RECENT))
-        .find(|&(at, recent)| is_chosen(recent) && is_seam(at));
+        .find(|&(at, recent)| is_chosen(recent, cuts) && is_seam(own, text, at));
     let any_from = cuts.bytes_max.max(cuts.bytes_min);
     let end = chosen.map(|(at, _)| at);
-    end.or_else(|| (any_from..ends_max).find(|at| is_seam(*at)))
+    end.or_else(|| (any_from..ends_max).find(|at| is_seam(own, text, *at)))
         .unwrap_or(text.len())
 }
 

@@ -4,16 +4,13 @@
 //! Unlike cached segments it has no scopes: the time of one lookup, of one word, says nothing over a
 //! network.
 
-use std::hash::{Hash as _, Hasher as _};
 use std::sync::{Mutex, MutexGuard};
 
-use rustc_hash::FxHasher;
-
-/// Words of a table: 192 KiB, as much as a core's own cache holds.
+/// Words of a table: as much as a core's own cache holds.
 const SLOTS: usize = 4096;
 /// Texts that are encoded at a time with a table.
 const TABLES: usize = 4;
-const WORD_BYTES_MAX: usize = 22;
+const WORD_BYTES_MAX: usize = 16;
 const IDS_MAX: usize = 6;
 
 /// Tables, each of which one text uses at a time.
@@ -30,10 +27,50 @@ pub(super) struct WordTable {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct CachedWord {
-    word_len: u8,
+    word: WordBytes,
     ids_len: u8,
-    word: [u8; WORD_BYTES_MAX],
     ids: [u32; IDS_MAX],
+}
+
+/// All bytes of a short word: two numbers that may overlap, and its length.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct WordBytes {
+    first: u64,
+    last: u64,
+    len: u8,
+}
+
+impl WordBytes {
+    fn new(word: &[u8]) -> Option<Self> {
+        let (first, last) = match word.len() {
+            8..=WORD_BYTES_MAX => (
+                u64::from_le_bytes(*word.first_chunk()?),
+                u64::from_le_bytes(*word.last_chunk()?),
+            ),
+            4..8 => (
+                u32::from_le_bytes(*word.first_chunk()?).into(),
+                u32::from_le_bytes(*word.last_chunk()?).into(),
+            ),
+            2..4 => (
+                u16::from_le_bytes(*word.first_chunk()?).into(),
+                u16::from_le_bytes(*word.last_chunk()?).into(),
+            ),
+            1 => (word[0].into(), 0),
+            _ => return None,
+        };
+        Some(Self {
+            first,
+            last,
+            len: word.len() as u8,
+        })
+    }
+
+    fn slot(self) -> usize {
+        const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+        let mixed = self.first.wrapping_mul(ODD) ^ self.last.rotate_left(32);
+        let mixed = (mixed ^ u64::from(self.len)).wrapping_mul(ODD);
+        (mixed >> 32) as usize % SLOTS
+    }
 }
 
 impl WordCache {
@@ -43,43 +80,30 @@ impl WordCache {
     }
 }
 
-fn slot_of(word: &[u8]) -> usize {
-    let mut hasher = FxHasher::default();
-    word.hash(&mut hasher);
-    hasher.finish() as usize % SLOTS
-}
-
 impl WordTable {
     /// The ids of a word that was kept.
     pub(super) fn get(&self, word: &[u8]) -> Option<&[u32]> {
-        if word.len() > WORD_BYTES_MAX {
+        let word = WordBytes::new(word)?;
+        let slot = self.slots.get(word.slot())?;
+        if slot.word != word {
             return None;
         }
-        let slot = self.slots.get(slot_of(word))?;
-        let is_same = slot.word.get(..slot.word_len.into()) == Some(word);
-        slot.ids
-            .get(..slot.ids_len.into())
-            .filter(|ids| is_same && !ids.is_empty())
+        slot.ids.get(..slot.ids_len.into())
     }
 
     /// Keeps a word's ids, if both are short.
     pub(super) fn put(&mut self, word: &[u8], ids: &[u32]) {
-        let mut slot = CachedWord {
-            word_len: word.len() as u8,
-            ids_len: ids.len() as u8,
-            ..CachedWord::default()
-        };
-        let kept = (
-            slot.word.get_mut(..word.len()),
-            slot.ids.get_mut(..ids.len()),
-        );
-        if let (Some(kept_word), Some(kept_ids)) = kept {
-            kept_word.copy_from_slice(word);
+        let mut kept = [0; IDS_MAX];
+        if let (Some(word), Some(kept_ids)) = (WordBytes::new(word), kept.get_mut(..ids.len())) {
             kept_ids.copy_from_slice(ids);
             if self.slots.is_empty() {
                 self.slots = vec![CachedWord::default(); SLOTS].into();
             }
-            self.slots[slot_of(word)] = slot;
+            self.slots[word.slot()] = CachedWord {
+                word,
+                ids_len: ids.len() as u8,
+                ids: kept,
+            };
         }
     }
 }

@@ -120,6 +120,40 @@ fn a_shared_prefix_or_document_is_found_in_the_cache() {
     }
 }
 
+/// A text may go on otherwise where an earlier one has the end of a segment: the same bytes are then
+/// another word.
+#[test]
+fn a_text_that_leaves_an_earlier_one_has_its_own_ids() {
+    let earlier: String = (0..200).map(|i| format!("Line {i}, it's 中文. ")).collect();
+    for name in ["tiny", "tiny_sp"] {
+        let tokenizer = changed(name, |_| {});
+        let own = tokenizer.own.as_ref().unwrap();
+        let encode = |text: &str| tokenizer.encode(text, SpecialTokens::Omit).unwrap();
+        let mut end = 0;
+        for _ in 0..5 {
+            end += segment_length(own, &earlier[end..], CutRule::CACHE);
+            for at in [end - 1, end, end + 1].map(|at| earlier.floor_char_boundary(at)) {
+                for rest in [
+                    "",
+                    "x",
+                    " x",
+                    "'s",
+                    "\n",
+                    "1",
+                    ",",
+                    "\u{301}",
+                    &earlier[end..],
+                ] {
+                    encode(&earlier);
+                    let text = format!("{}{rest}", &earlier[..at]);
+                    let expected = expected(&tokenizer, &text, SpecialTokens::Omit);
+                    assert_eq!(encode(&text), expected, "{name}, {at}: {rest:?}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn each_step_is_bounded_and_ends_at_the_limit_of_tokens() {
     let tokenizer = changed("tiny", |_| {});
