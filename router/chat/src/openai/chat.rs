@@ -124,28 +124,53 @@ pub(super) fn is_dense(json: &str) -> bool {
 
 pub(super) fn values_max(json: &str) -> usize {
     let begins_value = |byte: &&u8| matches!(byte, b',' | b':' | b'[' | b'{');
-    let (mut rest, mut values) = (json.as_bytes(), 1);
-    loop {
-        let quote = memchr::memchr(b'"', rest);
-        let (outside, string) = rest.split_at(quote.unwrap_or(rest.len()));
-        values += outside.iter().filter(begins_value).count();
-        match string.split_first() {
-            Some((_, string)) => rest = after_string(string),
-            None => return values,
-        }
-    }
+    let values = outside_strings(json).map(|bytes| bytes.iter().filter(begins_value).count());
+    1 + values.sum::<usize>()
 }
 
-/// What follows the quotation mark that ends a string.
-fn after_string(string: &[u8]) -> &[u8] {
-    let mut rest = string;
-    while let Some(at) = memchr::memchr2(b'"', b'\\', rest) {
-        if rest[at] == b'"' {
-            return &rest[at + 1..];
+/// Whether a list has objects only, and these have texts only: neither media nor deep values. Of
+/// valid JSON; false is no proof of the contrary.
+fn has_texts_only(json: &str) -> bool {
+    let mut depth = 0;
+    let mut gaps = outside_strings(json).peekable();
+    while let Some(gap) = gaps.next() {
+        for byte in gap {
+            match (byte, depth) {
+                (b'[', 0) | (b'{', 1) => depth += 1,
+                (b'}', 2) | (b']', 1) => depth -= 1,
+                (b',' | b':' | b' ' | b'\n' | b'\r' | b'\t', _) => {}
+                _ => return false,
+            }
         }
-        rest = rest.get(at + 2..).unwrap_or_default();
+        // Members of the objects only.
+        if gaps.peek().is_some() && depth != 2 {
+            return false;
+        }
     }
-    &[]
+    true
+}
+
+/// The bytes before, between and behind the strings of JSON.
+fn outside_strings(json: &str) -> impl Iterator<Item = &[u8]> {
+    let mut rest = Some(json.as_bytes());
+    std::iter::from_fn(move || {
+        let bytes = rest.take()?;
+        let Some(quote) = memchr::memchr(b'"', bytes) else {
+            return Some(bytes);
+        };
+        rest = Some(after_string(&bytes[quote + 1..]));
+        Some(&bytes[..quote])
+    })
+}
+
+/// What follows the quotation mark that ends a string: one behind an even number of backslashes.
+fn after_string(string: &[u8]) -> &[u8] {
+    let is_end = |at: &usize| {
+        let before = string[..*at].iter().rev();
+        before.take_while(|byte| **byte == b'\\').count() % 2 == 0
+    };
+    let end = memchr::memchr_iter(b'"', string).find(is_end);
+    end.map_or(&[], |at| &string[at + 1..])
 }
 
 pub(super) fn read<'a>(
@@ -156,9 +181,13 @@ pub(super) fn read<'a>(
         OpenAiError::invalid("messages", "You must provide a messages parameter.")
             .with_code("missing_messages")
     })?;
-    let media = MediaScan::Messages
-        .deserialize(&mut serde_json::Deserializer::from_str(messages.get()))
-        .map_err(|error| body_error(&error).with_param("messages"))?;
+    let media = if has_texts_only(messages.get()) {
+        MediaFound::None
+    } else {
+        MediaScan::Messages
+            .deserialize(&mut serde_json::Deserializer::from_str(messages.get()))
+            .map_err(|error| body_error(&error).with_param("messages"))?
+    };
     match media {
         MediaFound::None => {}
         MediaFound::Images => opaque.set(OpaqueReason::Images),
@@ -349,6 +378,8 @@ impl<'de> Visitor<'de> for MediaScan {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -368,6 +399,20 @@ mod tests {
         values
     }
 
+    fn scanned(json: &str) -> Option<MediaFound> {
+        let mut json = serde_json::Deserializer::from_str(json);
+        MediaScan::Messages.deserialize(&mut json).ok()
+    }
+
+    /// A member's name and value, or what may be there instead.
+    fn member() -> impl Strategy<Value = String> {
+        let name = prop::sample::select(&["content", "role", "type", "image_url", "\\\""]);
+        let text = r#""([\]\[{},:a]|\\\\|\\"){0,6}""#;
+        let other = prop::sample::select(&["null", "1", "true", "[]", "{}", r#"[{"text":"a"}]"#]);
+        let value = prop_oneof![8 => text, 1 => other.prop_map(str::to_owned)];
+        (name, value).prop_map(|(name, value)| format!("\"{name}\" : {value}"))
+    }
+
     #[test]
     fn values_are_counted_outside_strings() {
         assert_eq!(values_max(r#"{"a,[":[1,{"b":"\"{,"}]}"#), 7);
@@ -376,6 +421,20 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn lists_of_texts_have_no_media(
+            messages in prop::collection::vec(prop::collection::vec(member(), 0..4), 0..4),
+            other in prop::sample::select(&["", "", "", ", \"a\"", ", null", ", []"]),
+        ) {
+            let messages: Vec<String> =
+                messages.iter().map(|members| format!("{{{}}}", members.join(","))).collect();
+            let json = format!("[ {}{other}\n]", messages.join(" ,"));
+            prop_assume!(serde_json::from_str::<SkippedValue>(&json).is_ok());
+            let is_flat = serde_json::from_str::<Vec<HashMap<String, String>>>(&json).is_ok();
+            prop_assert_eq!(has_texts_only(&json), is_flat, "{}", json);
+            prop_assert!(!is_flat || scanned(&json) == Some(MediaFound::None), "{}", json);
+        }
+
         #[test]
         fn any_text_has_the_values_that_its_bytes_show(json in r#"[\[{,:"a\\ ]{0,40}"#) {
             prop_assert_eq!(values_max(&json), values_counted(&json));
