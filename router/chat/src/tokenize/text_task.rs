@@ -182,7 +182,7 @@ impl<T: AsRef<str>> TextTask<T> {
             return self.checked(TaskState::Done);
         };
         if self.at == 0 && self.piece.is_none() && self.ids.is_empty() {
-            self.ids.reserve(self.text.as_ref().len() / 5 + 8);
+            self.ids.reserve(self.text.as_ref().len() * 2 / 5 + 8);
             self.surround(&split.before);
         }
         let until = self.bytes_left().saturating_sub(bytes);

@@ -6,8 +6,8 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-/// Words of a table: as much as a core's own cache holds.
-const SLOTS: usize = 4096;
+/// Words of a table: 384 KiB, part of a core's own cache.
+const SLOTS: usize = 8192;
 /// Texts that are encoded at a time with a table.
 const TABLES: usize = 4;
 const WORD_BYTES_MAX: usize = 16;
