@@ -14,6 +14,8 @@
 mod v1;
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
+use bincode::enc::EncoderImpl;
+use bincode::enc::write::SizeWriter;
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -44,9 +46,6 @@ pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
 
 /// Most bytes of a record, well within the limits of a NATS server by default.
 pub const RECORD_BYTES_MAX: usize = 64 << 10;
-
-/// Room for the messages of one request, so that their encoding allocates once.
-const SMALL_MESSAGE_BYTES: usize = 192;
 
 const CONFIG: Configuration<LittleEndian, Fixint, Limit<MESSAGE_BYTES_MAX>> =
     bincode::config::standard()
@@ -178,10 +177,14 @@ pub fn kind(bytes: &[u8]) -> Option<u8> {
     bytes.get(1).copied()
 }
 
-/// The message's bytes.
+/// The message's bytes. They are counted first, so that they are allocated once.
 pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, EncodeError> {
-    let mut bytes = Vec::with_capacity(SMALL_MESSAGE_BYTES);
-    bytes.extend_from_slice(&[VERSION, M::KIND]);
+    let mut counter = EncoderImpl::new(SizeWriter::default(), CONFIG);
+    message.encode(&mut counter)?;
+    let head = [VERSION, M::KIND];
+    let body_bytes = counter.into_writer().bytes_written;
+    let mut bytes = Vec::with_capacity(head.len() + body_bytes + CHECKSUM_BYTES);
+    bytes.extend_from_slice(&head);
     bincode::encode_into_std_write(message, &mut bytes, CONFIG)?;
     seal(&mut bytes);
     Ok(bytes)
