@@ -232,7 +232,7 @@ impl SampledPrefix {
     pub fn of(blocks: &[LocalHash]) -> Self {
         let mut lengths = sampled_lengths();
         let mut next = lengths.next();
-        let mut hashes = Vec::new();
+        let mut hashes = Vec::with_capacity(blocks.len().min(SAMPLES_MAX));
         for (length, hash) in (1..).zip(prefix_hashes(None, blocks)) {
             if next == Some(length) {
                 hashes.push(hash);
