@@ -368,7 +368,7 @@ impl Subjects {
     }
 
     fn with(&self, part: &str, rest: &str) -> String {
-        format!("{}.{part}.{rest}", self.prefix)
+        [&self.prefix, part, rest].join(".")
     }
 
     fn rest<'a>(&self, subject: &'a str, part: &str) -> Option<&'a str> {

@@ -258,7 +258,7 @@ impl NatsCore {
             token,
             deadline,
         };
-        let reply = format!("{}{token}", self.inbox);
+        let reply = [&*self.inbox, &token.to_string()].concat();
         let sent = timeout_at(deadline, self.send(message, Some(reply))).await;
         sent.map_err(late)??;
         Ok(awaited)
