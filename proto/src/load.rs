@@ -5,9 +5,9 @@
 //! prompts with a common prefix name the same hashes in it, and shared blocks are counted once. The
 //! price: where two prompts part, up to 1/32 of the common length is counted for both.
 //!
-//! A router applies its own changes through the same encoded bytes that it sends, so that every
-//! replica holds the same approximation. Replicas compare it by [`LoadDigest`], a sum of one
-//! [`SlotMark`] a slot, O(1) a change.
+//! A router applies its own changes as the messages that it sends, so that every replica holds the
+//! same approximation. Replicas compare it by [`LoadDigest`], a sum of one [`SlotMark`] a slot, O(1)
+//! a change.
 //!
 //! Broadcast is lossy. A [`LoadHeartbeat`] states what a peer should have; a [`LoadRequest`] is
 //! answered ([`LoadAnswer`]) with the missing messages, or with the open slots as of one number.

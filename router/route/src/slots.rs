@@ -1,8 +1,8 @@
 //! Active load of every source: the open slots of all routers.
 //!
-//! Decoded load messages are the only input, those of this router included. Replicas that applied
-//! the same messages hold the same state; [`Slots::digest`] proves it. Every change is accepted:
-//! one that makes no sense (a slot freed twice, an unknown slot, a second end of prefill, a former
+//! Load messages are the only input, those of this router included. Replicas that applied the same
+//! messages hold the same state; [`Slots::digest`] proves it. Every change is accepted: one that
+//! makes no sense (a slot freed twice, an unknown slot, a second end of prefill, a former
 //! incarnation) is counted and ignored.
 //!
 //! Invariant: a total is the sum of its open slots. A slot keeps what it added, and exactly that is
