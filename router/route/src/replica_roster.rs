@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
 use warmroute_proto::query::{IndexAnswer, SourceState};
 use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
@@ -136,23 +135,28 @@ impl HolderReply {
 
     /// All sources of the roster.
     pub fn sources(&self) -> impl Iterator<Item = KnownHolder<'_>> {
-        let mut groups: Vec<Option<&HolderGroup>> = vec![None; self.roster.rows.len()];
-        for group in self.parts.iter().flat_map(|part| &part.groups) {
-            for number in group.members.iter() {
-                if let Some(of) = groups.get_mut(number.index()) {
-                    *of = Some(group);
+        let rows = &self.roster.rows;
+        let mut known: Vec<(Option<&HolderGroup>, Option<&HolderDetail>)> =
+            vec![(None, None); rows.len()];
+        for part in &self.parts {
+            for group in &part.groups {
+                for number in group.members.iter() {
+                    if let Some((of, _)) = known.get_mut(number.index()) {
+                        *of = Some(group);
+                    }
+                }
+            }
+            for detail in &part.details {
+                if let Some((_, of)) = known.get_mut(detail.source.index()) {
+                    *of = Some(detail);
                 }
             }
         }
-        let details = self.parts.iter().flat_map(|part| &part.details);
-        let details: FxHashMap<RosterNumber, &HolderDetail> =
-            details.map(|detail| (detail.source, detail)).collect();
-        let rows = (0..).map(RosterNumber).zip(&self.roster.rows);
-        rows.zip(groups).filter_map(move |((number, row), group)| {
+        rows.iter().zip(known).filter_map(|(row, (group, detail))| {
             Some(KnownHolder {
                 row: row.as_ref()?,
                 group,
-                detail: details.get(&number).copied(),
+                detail,
             })
         })
     }
