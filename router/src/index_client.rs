@@ -159,10 +159,12 @@ impl IndexClient {
         deadline: Duration,
     ) -> Result<IndexReply, IndexError> {
         let until = Instant::now() + deadline;
-        let subject = self.subjects.query_at(id);
         let reply = match self.rosters.get(id) {
             Some(roster) => self.ask_holders(id, roster, blocks, until).await,
-            None => self.ask_whole(subject, blocks, until).await,
+            None => {
+                let subject = self.subjects.query_at(id);
+                self.ask_whole(subject, blocks, until).await
+            }
         };
         match &reply {
             Ok(_) => self.indexers().answered(id),

@@ -334,21 +334,24 @@ impl App {
 
     pub(super) async fn query_index(&self, prompt: &Prompt) -> Option<IndexReply> {
         let started = Instant::now();
-        let queries = prompt.cuts().map(async |cut| {
+        let ask = async |cut: &Prompt| {
             let answer = self.index.ask(cut.hit_blocks()).await;
             let answer = answer.inspect_err(|error| {
                 self.metrics.index_failed();
                 tracing::debug!(%error, "index did not answer");
             });
-            Some((cut.block_size(), answer.ok()?))
-        });
-        let answers = join_all(queries).await;
+            answer.ok()
+        };
+        let has_one_cut = prompt.cuts().nth(1).is_none();
+        let reply = if has_one_cut {
+            ask(prompt).await
+        } else {
+            let cuts = prompt.cuts();
+            let queries = cuts.map(async |cut| Some((cut.block_size(), ask(cut).await?)));
+            let answers: Vec<_> = join_all(queries).await.into_iter().flatten().collect();
+            (!answers.is_empty()).then_some(IndexReply::Cuts(answers))
+        };
         self.metrics.step(DecisionStep::Index, started.elapsed());
-        let has_one_cut = answers.len() == 1;
-        let mut answers: Vec<_> = answers.into_iter().flatten().collect();
-        if has_one_cut {
-            return answers.pop().map(|(_, answer)| answer);
-        }
-        (!answers.is_empty()).then_some(IndexReply::Cuts(answers))
+        reply
     }
 }
