@@ -108,7 +108,7 @@ impl TokenizerTable {
 
     /// The slowest encoder in use.
     pub(crate) fn encoder(&self) -> EncoderKind {
-        let mut loaded = self.loaded();
+        let mut loaded = self.models.keys().filter_map(|model| self.of(model));
         if loaded.any(|one| one.tokenizer.encoder() == EncoderKind::Reference) {
             EncoderKind::Reference
         } else {
