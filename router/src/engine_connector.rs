@@ -61,7 +61,7 @@ pub(crate) fn engine_uri(rule: SocketRule, address: &str, path: &str) -> Result<
 
 /// No other scheme: [`SOCKET_SCHEME`] names any socket of this host.
 fn http_uri(address: &str, path: &str) -> Result<Uri, AddressError> {
-    let uri = Uri::try_from(format!("{address}{path}")).map_err(|_| AddressError)?;
+    let uri = Uri::try_from([address, path].concat()).map_err(|_| AddressError)?;
     match uri.scheme_str() {
         Some("http" | "https") => Ok(uri),
         Some(_) | None => Err(AddressError),

@@ -25,10 +25,9 @@ impl Explanation {
     /// Removes the header with an operator's key, which no engine may get.
     pub(super) fn take(settings: &Settings, headers: &mut HeaderMap) -> Self {
         let key = headers.remove(ADMIN_KEY);
-        let keys = settings.admin_keys().unwrap_or_default();
         let is_operator = || {
             let key = key.as_ref().map(HeaderValue::as_bytes);
-            key.is_some_and(|key| is_operator(&keys, key))
+            key.is_some_and(|key| is_operator(&settings.admin_keys().unwrap_or_default(), key))
         };
         match settings.explain_headers() {
             ExplainRule::Off => Self::None,

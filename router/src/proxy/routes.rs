@@ -128,7 +128,10 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     };
     let settings = app.settings.current();
     let explanation = Explanation::take(&settings, request.headers_mut());
-    request.extensions_mut().insert(explanation);
+    // Readers take the default where there is none.
+    if explanation != Explanation::default() {
+        request.extensions_mut().insert(explanation);
+    }
     if let Some(visit) = visit {
         request.extensions_mut().insert(visit);
     }
