@@ -1,6 +1,7 @@
 //! A plane on NATS whose server may not be reached yet. Until then it is unavailable, as after a
 //! disconnect; afterwards it forwards every call.
 
+use std::future::ready;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -70,7 +71,10 @@ impl JoiningPlane {
 /// Forwards a call to the plane.
 macro_rules! forward {
     ($self:ident.$call:ident($($argument:expr),*)) => {
-        Box::pin(async move { $self.joined()?.$call($($argument),*).await })
+        match $self.joined() {
+            Ok(plane) => plane.$call($($argument),*),
+            Err(error) => Box::pin(ready(Err(error))),
+        }
     };
 }
 
