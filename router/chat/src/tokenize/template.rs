@@ -14,6 +14,8 @@ use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 
 /// Bytes of a rendered chat. The largest bodies that engines accept are smaller.
 const TEXT_BYTES_MAX: usize = 64 << 20;
+/// Room for what a template adds to a short chat, so that its text is not moved.
+const TEMPLATE_BYTES: usize = 1 << 10;
 /// Members of `chat_template_kwargs`. Templates read a handful; the values still have to be copied.
 const KWARGS_MAX: usize = 1024;
 const DEFAULT: &str = "default";
@@ -239,7 +241,7 @@ impl ChatTemplates {
         };
         let context = self.context(chat.ending, conversation, arguments, now);
         let out = BoundedText {
-            bytes: Vec::with_capacity(chat.bytes()),
+            bytes: Vec::with_capacity(chat.bytes() + TEMPLATE_BYTES),
             is_cancelled: limits.is_cancelled,
         };
         let env = match limits.bound {

@@ -27,6 +27,9 @@ use word_cache::WordCache;
 /// Longest word that is merged: 64 KiB take about ten milliseconds.
 pub(super) const WORD_BYTES_MAX: usize = 64 << 10;
 
+/// Words that most segments have less of.
+const WORDS_RESERVED: usize = 512;
+
 /// The blank of SentencePiece.
 const BLANK: char = '▁';
 
@@ -256,6 +259,7 @@ impl BpeEncoder {
             text,
         } = scratch;
         words.clear();
+        words.reserve(segment.len().min(WORDS_RESERVED));
         let mut encoded = segment.len();
         let text = match &self.words {
             WordRule::Pattern(splitter) => {

@@ -18,10 +18,8 @@ const LOOSER_WORDS: &[&str] = &["if", "else", "and", "or", "not", "in", "is"];
 
 pub(super) fn register(env: &mut Environment<'static>) {
     env.add_filter(TEXT_ONLY, |value: &Value| -> Result<Value, Error> {
-        match value.kind() {
-            ValueKind::String => Ok(value.clone()),
-            _ => Err(invalid("only a text can be added to a text")),
-        }
+        let text = (value.kind() == ValueKind::String).then(|| value.clone());
+        text.ok_or_else(|| invalid("only a text can be added to a text"))
     });
 }
 
@@ -66,15 +64,14 @@ fn printed_sums(source: &str) -> Option<Vec<Vec<SumPart>>> {
     for token in tokenize(source, false, syntax().ok()?) {
         let (token, span) = token.ok()?;
         let place = span.start_offset as usize..span.end_offset as usize;
-        match token {
-            Token::VariableStart => is_printed = true,
-            Token::VariableEnd => {
-                sums.extend(sum_parts(&printed));
-                printed.clear();
-                is_printed = false;
-            }
-            token if is_printed => printed.push((token, place)),
-            _ => {}
+        if matches!(token, Token::VariableStart) {
+            is_printed = true;
+        } else if matches!(token, Token::VariableEnd) {
+            sums.extend(sum_parts(&printed));
+            printed.clear();
+            is_printed = false;
+        } else if is_printed {
+            printed.push((token, place));
         }
     }
     Some(sums)
@@ -87,19 +84,17 @@ fn sum_parts(tokens: &[PlacedToken<'_>]) -> Option<Vec<SumPart>> {
     let mut depth = 0_usize;
     let mut from = 0;
     for (at, (token, place)) in tokens.iter().enumerate() {
-        match token {
-            Token::ParenOpen | Token::BracketOpen | Token::BraceOpen => depth += 1,
-            Token::ParenClose | Token::BracketClose | Token::BraceClose => {
-                depth = depth.checked_sub(1)?;
-            }
-            _ if depth > 0 => {}
-            Token::Plus => {
-                parts.push(part(&tokens[from..at], Some(place.clone()))?);
-                from = at + 1;
-            }
-            Token::Ident(word) if LOOSER_WORDS.contains(word) => return None,
-            Token::Ident(_) | Token::Str(_) | Token::String(_) | Token::Dot | Token::Pipe => {}
-            _ => return None,
+        if opens(token) {
+            depth += 1;
+        } else if closes(token) {
+            depth = depth.checked_sub(1)?;
+        } else if depth > 0 {
+            continue;
+        } else if matches!(token, Token::Plus) {
+            parts.push(part(&tokens[from..at], Some(place.clone()))?);
+            from = at + 1;
+        } else if !binds_more(token) {
+            return None;
         }
     }
     parts.push(part(&tokens[from..], None)?);
@@ -107,13 +102,39 @@ fn sum_parts(tokens: &[PlacedToken<'_>]) -> Option<Vec<SumPart>> {
     is_sum.then_some(parts)
 }
 
+const fn opens(token: &Token<'_>) -> bool {
+    matches!(
+        token,
+        Token::ParenOpen | Token::BracketOpen | Token::BraceOpen
+    )
+}
+
+const fn closes(token: &Token<'_>) -> bool {
+    matches!(
+        token,
+        Token::ParenClose | Token::BracketClose | Token::BraceClose
+    )
+}
+
+/// Whether a token belongs to an operand of `+`: a name, a text, an attribute or a filter.
+fn binds_more(token: &Token<'_>) -> bool {
+    if let Token::Ident(word) = token {
+        !LOOSER_WORDS.contains(word)
+    } else {
+        is_text(token) || matches!(token, Token::Dot | Token::Pipe)
+    }
+}
+
+const fn is_text(token: &Token<'_>) -> bool {
+    matches!(token, Token::Str(_) | Token::String(_))
+}
+
 fn part(operand: &[PlacedToken<'_>], plus: Option<Range<usize>>) -> Option<SumPart> {
     let (first, last) = (operand.first()?, operand.last()?);
-    let is_text = matches!(first.0, Token::Str(_) | Token::String(_));
     Some(SumPart {
         operand: first.1.start..last.1.end,
         plus,
-        is_literal: is_text && operand.len() == 1,
+        is_literal: is_text(&first.0) && operand.len() == 1,
     })
 }
 
