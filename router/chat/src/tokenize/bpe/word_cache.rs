@@ -27,16 +27,18 @@ pub(super) struct WordTable {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct CachedWord {
-    word: WordBytes,
+    bytes: [u64; 2],
+    len: u8,
     ids_len: u8,
     ids: [u32; IDS_MAX],
 }
 
-/// All bytes of a short word: two numbers that may overlap, and its length.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+const _: () = assert!(SLOTS * size_of::<CachedWord>() == 384 << 10);
+
+/// All bytes of a short word, as two numbers that may overlap, and its length.
+#[derive(Clone, Copy, Debug)]
 struct WordBytes {
-    first: u64,
-    last: u64,
+    bytes: [u64; 2],
     len: u8,
 }
 
@@ -59,15 +61,15 @@ impl WordBytes {
             _ => return None,
         };
         Some(Self {
-            first,
-            last,
+            bytes: [first, last],
             len: word.len() as u8,
         })
     }
 
     fn slot(self) -> usize {
         const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-        let mixed = self.first.wrapping_mul(ODD) ^ self.last.rotate_left(32);
+        let [first, last] = self.bytes;
+        let mixed = first.wrapping_mul(ODD) ^ last.rotate_left(32);
         let mixed = (mixed ^ u64::from(self.len)).wrapping_mul(ODD);
         (mixed >> 32) as usize % SLOTS
     }
@@ -85,10 +87,8 @@ impl WordTable {
     pub(super) fn get(&self, word: &[u8]) -> Option<&[u32]> {
         let word = WordBytes::new(word)?;
         let slot = self.slots.get(word.slot())?;
-        if slot.word != word {
-            return None;
-        }
-        slot.ids.get(..slot.ids_len.into())
+        let is_same = slot.bytes == word.bytes && slot.len == word.len;
+        slot.ids.get(..slot.ids_len.into()).filter(|_| is_same)
     }
 
     /// Keeps a word's ids, if both are short.
@@ -100,7 +100,8 @@ impl WordTable {
                 self.slots = vec![CachedWord::default(); SLOTS].into();
             }
             self.slots[word.slot()] = CachedWord {
-                word,
+                bytes: word.bytes,
+                len: word.len,
                 ids_len: ids.len() as u8,
                 ids: kept,
             };
