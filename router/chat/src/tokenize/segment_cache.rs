@@ -116,10 +116,7 @@ impl SegmentCache {
         accepts: impl FnOnce(&str) -> bool,
     ) -> Option<FoundSegment> {
         let mut shard = self.shard(key);
-        let segment = shard.get(key, self.generation_max())?;
-        if !accepts(&segment.text) {
-            return None;
-        }
+        let segment = shard.get(key, accepts, self.generation_max())?;
         ids.extend_from_slice(&segment.ids);
         let found = FoundSegment {
             bytes: segment.text.len(),
@@ -145,7 +142,7 @@ impl SegmentCache {
         }
     }
 
-    /// Remembers which segment followed another one.
+    /// Remembers which segment followed another one, if that was used since generations changed.
     pub(super) fn set_next(&self, key: SegmentKey, next: SegmentKey) {
         if let Some(segment) = self.shard(key).young.get_mut(&key.0) {
             segment.next = next;
@@ -172,11 +169,22 @@ impl SegmentCache {
 }
 
 impl CacheShard {
-    fn get(&mut self, key: SegmentKey, max: usize) -> Option<&CachedSegment> {
-        if !self.young.contains_key(&key.0) {
-            let found = self.old.remove(&key.0)?;
-            self.old_bytes -= found.bytes();
-            self.insert(key, found, max);
+    /// The segment with this key, if its text is accepted.
+    fn get(
+        &mut self,
+        key: SegmentKey,
+        accepts: impl FnOnce(&str) -> bool,
+        max: usize,
+    ) -> Option<&CachedSegment> {
+        if let Some(young) = self.young.get(&key.0) {
+            if !accepts(&young.text) {
+                return None;
+            }
+        } else {
+            self.old.get(&key.0).filter(|old| accepts(&old.text))?;
+            let used = self.old.remove(&key.0)?;
+            self.old_bytes -= used.bytes();
+            self.insert(key, used, max);
         }
         self.young.get(&key.0)
     }

@@ -339,8 +339,12 @@ impl SegmentStep<'_> {
     /// Takes the segment that followed the last one before, without a search for its end, if the
     /// text has it here and it ends here. Returns its bytes.
     fn follow(&mut self, rest: &str, lead: SegmentLead) -> Option<usize> {
-        let LastSegment { next, .. } = self.last.filter(|_| lead == SegmentLead::None)?;
+        let LastSegment { next, .. } = (*self.last)?;
         let (own, cuts) = (self.own, self.cuts);
+        let may_be_cached = rest.len() >= CACHED_BYTES_MIN && cuts == CutRule::CACHE;
+        if lead != SegmentLead::None || next == SegmentKey::default() || !may_be_cached {
+            return None;
+        }
         let is_here = |kept: &str| {
             rest.starts_with(kept)
                 && (kept.len() == rest.len() || is_end(own, rest, kept.len(), cuts))
@@ -399,8 +403,8 @@ fn is_seam(own: &BpeEncoder, text: &str, at: usize) -> bool {
     text.is_char_boundary(at) && own.is_seam(text, at)
 }
 
-/// Whether a segment may end there: [`segment_length`] finds no other end if that text up to there
-/// was found to be a segment before.
+/// Whether a known segment ends there in this text too. It has no earlier end: its bytes are those
+/// in which none was found.
 fn is_end(own: &BpeEncoder, text: &str, at: usize, cuts: CutRule) -> bool {
     let recent = text.as_bytes().get(at.saturating_sub(RECENT)..at);
     (cuts.bytes_min..cuts.bytes_max).contains(&at)

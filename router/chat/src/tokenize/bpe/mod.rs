@@ -27,7 +27,7 @@ use word_cache::WordCache;
 /// Longest word that is merged: 64 KiB take about ten milliseconds.
 pub(super) const WORD_BYTES_MAX: usize = 64 << 10;
 
-/// Words that most segments have less of.
+/// Most segments have fewer words.
 const WORDS_RESERVED: usize = 512;
 
 /// The blank of SentencePiece.

@@ -10,8 +10,8 @@ use std::sync::{Mutex, MutexGuard};
 const SLOTS: usize = 8192;
 /// Texts that are encoded at a time with a table.
 const TABLES: usize = 4;
-const WORD_BYTES_MAX: usize = 16;
-const IDS_MAX: usize = 6;
+const WORD_BYTES_MAX: usize = 24;
+const IDS_MAX: usize = 5;
 
 /// Tables, each of which one text uses at a time.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub(super) struct WordTable {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct CachedWord {
-    bytes: [u64; 2],
+    bytes: [u64; 3],
     len: u8,
     ids_len: u8,
     ids: [u32; IDS_MAX],
@@ -35,10 +35,10 @@ struct CachedWord {
 
 const _: () = assert!(SLOTS * size_of::<CachedWord>() == 384 << 10);
 
-/// All bytes of a short word, as two numbers that may overlap, and its length.
+/// All bytes of a short word, as numbers that may overlap, and its length.
 #[derive(Clone, Copy, Debug)]
 struct WordBytes {
-    bytes: [u64; 2],
+    bytes: [u64; 3],
     len: u8,
 }
 
@@ -60,18 +60,24 @@ impl WordBytes {
             1 => (word[0].into(), 0),
             _ => return None,
         };
+        let middle = match word.get(8..16) {
+            Some(bytes) => u64::from_le_bytes(*bytes.first_chunk()?),
+            None => 0,
+        };
         Some(Self {
-            bytes: [first, last],
+            bytes: [first, middle, last],
             len: word.len() as u8,
         })
     }
 
     fn slot(self) -> usize {
         const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-        let [first, last] = self.bytes;
-        let mixed = first.wrapping_mul(ODD) ^ last.rotate_left(32);
-        let mixed = (mixed ^ u64::from(self.len)).wrapping_mul(ODD);
-        (mixed >> 32) as usize % SLOTS
+        let all = [u64::from(self.len)].into_iter().chain(self.bytes);
+        let mixed = all.fold(0_u64, |mixed, number| {
+            (mixed.rotate_left(26) ^ number).wrapping_mul(ODD)
+        });
+        // A product's highest bits depend on all bits of its factors.
+        (mixed >> (u64::BITS - SLOTS.ilog2())) as usize
     }
 }
 
@@ -121,6 +127,16 @@ mod tests {
         assert_eq!(table.get(b"word"), Some(&[1, 2][..]));
         assert_eq!(table.get(b"wor"), None);
         assert_eq!(table.get(b""), None);
+        for len in 1..=WORD_BYTES_MAX {
+            let word: Vec<u8> = (0..len as u8).collect();
+            table.put(&word, &[3]);
+            assert_eq!(table.get(&word), Some(&[3][..]));
+            for at in 0..len {
+                let mut other = word.clone();
+                other[at] ^= 1;
+                assert_eq!(table.get(&other), None, "{other:?}");
+            }
+        }
         for long in [WORD_BYTES_MAX + 1, 256, 256 + 4] {
             let word = vec![b'a'; long];
             table.put(&word, &[1]);
@@ -143,6 +159,18 @@ mod tests {
             ids.is_some()
         });
         assert!((SLOTS / 2..=SLOTS).contains(&kept.count()));
+    }
+
+    /// They are frequent next to each other, and differ in their last bytes.
+    #[test]
+    fn similar_words_have_slots_of_their_own() {
+        let ends = "them then they there these their that than about above which while white";
+        let slots = ends.split(' ').map(|word| {
+            let word = format!(" {word}");
+            WordBytes::new(word.as_bytes()).map(WordBytes::slot)
+        });
+        let slots: std::collections::HashSet<_> = slots.collect();
+        assert_eq!(slots.len(), 13);
     }
 
     #[test]
