@@ -14,8 +14,8 @@ const CACHE_BYTES_MAX: usize = 64 << 20;
 const SHARDS: usize = 16;
 /// A larger segment would evict hundreds of others.
 const SEGMENT_BYTES_MAX: usize = 512 << 10;
-/// Approximate overhead of a cached segment: map entry, allocations and their headers.
-const ENTRY_BYTES: usize = 128;
+/// Approximate overhead of a cached segment in a map that is half full.
+const ENTRY_BYTES: usize = 96;
 
 /// Counts since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(super) struct SegmentCache {
 pub struct CacheScope(u64);
 
 /// The key of a segment's text. Texts that share one replace each other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct SegmentKey(u64);
 
 /// A segment whose ids were found.
@@ -53,23 +53,38 @@ pub(super) struct FoundSegment {
     pub next: SegmentKey,
 }
 
-type Segments = HashMap<u64, CachedSegment, FxBuildHasher>;
+/// Two generations: a used segment moves to the young one. When the young one has filled its half,
+/// it becomes the old one, and the old one is emptied.
+#[derive(Debug, Default)]
+struct CacheShard {
+    young: Generation,
+    old: Generation,
+}
 
-#[derive(Debug)]
-struct CachedSegment {
-    text: Box<str>,
-    ids: Box<[u32]>,
+/// Segments one behind the other in two buffers, which are used again: thousands of allocations that
+/// end together leave holes that every later allocation of the process has to search.
+#[derive(Debug, Default)]
+struct Generation {
+    segments: HashMap<SegmentKey, PlacedSegment, FxBuildHasher>,
+    texts: String,
+    ids: Vec<u32>,
+    segments_added: usize,
+}
+
+/// Where a segment is in its generation.
+#[derive(Clone, Copy, Debug)]
+struct PlacedSegment {
+    text: (u32, u32),
+    ids: (u32, u32),
     next: SegmentKey,
 }
 
-/// Two generations: a used segment moves to the young one. When the young one has filled its half,
-/// it becomes the old one, and the old one is dropped.
-#[derive(Debug, Default)]
-struct CacheShard {
-    young: Segments,
-    old: Segments,
-    young_bytes: usize,
-    old_bytes: usize,
+/// A segment in its generation.
+#[derive(Clone, Copy, Debug)]
+struct CachedSegment<'g> {
+    text: &'g str,
+    ids: &'g [u32],
+    next: SegmentKey,
 }
 
 impl CacheScope {
@@ -117,7 +132,7 @@ impl SegmentCache {
     ) -> Option<FoundSegment> {
         let mut shard = self.shard(key);
         let segment = shard.get(key, accepts, self.generation_max())?;
-        ids.extend_from_slice(&segment.ids);
+        ids.extend_from_slice(segment.ids);
         let found = FoundSegment {
             bytes: segment.text.len(),
             next: segment.next,
@@ -134,8 +149,8 @@ impl SegmentCache {
             .fetch_add(text.len() as u64, Ordering::Relaxed);
         if text.len() <= SEGMENT_BYTES_MAX {
             let segment = CachedSegment {
-                text: text.into(),
-                ids: ids.into(),
+                text,
+                ids,
                 next: SegmentKey::default(),
             };
             self.shard(key).insert(key, segment, self.generation_max());
@@ -144,7 +159,7 @@ impl SegmentCache {
 
     /// Remembers which segment followed another one, if that was used since generations changed.
     pub(super) fn set_next(&self, key: SegmentKey, next: SegmentKey) {
-        if let Some(segment) = self.shard(key).young.get_mut(&key.0) {
+        if let Some(segment) = self.shard(key).young.segments.get_mut(&key) {
             segment.next = next;
         }
     }
@@ -152,7 +167,7 @@ impl SegmentCache {
     pub(super) fn stats(&self) -> SegmentCacheStats {
         let kept = self.shards.iter().map(|shard| {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            shard.young_bytes + shard.old_bytes
+            shard.young.bytes() + shard.old.bytes()
         });
         SegmentCacheStats {
             kept_bytes: kept.sum(),
@@ -175,36 +190,81 @@ impl CacheShard {
         key: SegmentKey,
         accepts: impl FnOnce(&str) -> bool,
         max: usize,
-    ) -> Option<&CachedSegment> {
-        if let Some(young) = self.young.get(&key.0) {
-            if !accepts(&young.text) {
+    ) -> Option<CachedSegment<'_>> {
+        if let Some(young) = self.young.get(key) {
+            if !accepts(young.text) {
                 return None;
             }
         } else {
-            self.old.get(&key.0).filter(|old| accepts(&old.text))?;
-            let used = self.old.remove(&key.0)?;
-            self.old_bytes -= used.bytes();
-            self.insert(key, used, max);
+            let used = self.old.get(key).filter(|old| accepts(old.text))?;
+            if self.young.bytes() + used.bytes() <= max {
+                self.young.push(key, used);
+            } else {
+                let (text, ids) = (used.text.to_owned(), used.ids.to_vec());
+                let used = CachedSegment {
+                    text: &text,
+                    ids: &ids,
+                    ..used
+                };
+                self.insert(key, used, max);
+            }
         }
-        self.young.get(&key.0)
+        self.young.get(key)
     }
 
-    fn insert(&mut self, key: SegmentKey, segment: CachedSegment, max: usize) {
-        let bytes = segment.bytes();
-        if self.young_bytes + bytes > max {
-            self.old = std::mem::take(&mut self.young);
-            self.old_bytes = std::mem::take(&mut self.young_bytes);
+    fn insert(&mut self, key: SegmentKey, segment: CachedSegment<'_>, max: usize) {
+        if self.young.bytes() + segment.bytes() > max {
+            std::mem::swap(&mut self.young, &mut self.old);
+            self.young.empty(max);
         }
-        self.young_bytes += bytes;
-        if let Some(replaced) = self.young.insert(key.0, segment) {
-            self.young_bytes -= replaced.bytes();
-        }
+        self.young.push(key, segment);
     }
 }
 
-impl CachedSegment {
+impl Generation {
+    fn get(&self, key: SegmentKey) -> Option<CachedSegment<'_>> {
+        let place = self.segments.get(&key)?;
+        let range = |(start, end): (u32, u32)| start as usize..end as usize;
+        Some(CachedSegment {
+            text: &self.texts[range(place.text)],
+            ids: &self.ids[range(place.ids)],
+            next: place.next,
+        })
+    }
+
+    /// The bytes of a segment that is replaced stay until the generation ends.
+    fn push(&mut self, key: SegmentKey, segment: CachedSegment<'_>) {
+        let (text_start, ids_start) = (self.texts.len() as u32, self.ids.len() as u32);
+        self.texts.push_str(segment.text);
+        self.ids.extend_from_slice(segment.ids);
+        self.segments_added += 1;
+        let place = PlacedSegment {
+            text: (text_start, self.texts.len() as u32),
+            ids: (ids_start, self.ids.len() as u32),
+            next: segment.next,
+        };
+        self.segments.insert(key, place);
+    }
+
     fn bytes(&self) -> usize {
-        self.text.len() + size_of_val(&*self.ids) + ENTRY_BYTES
+        self.texts.len() + size_of_val(&*self.ids) + self.segments_added * ENTRY_BYTES
+    }
+
+    /// Keeps the buffers, unless the bound was lowered below them.
+    fn empty(&mut self, max: usize) {
+        self.segments.clear();
+        self.texts.clear();
+        self.ids.clear();
+        self.segments_added = 0;
+        self.texts.shrink_to(max);
+        self.ids.shrink_to(max / size_of::<u32>());
+        self.segments.shrink_to(max / ENTRY_BYTES);
+    }
+}
+
+impl CachedSegment<'_> {
+    fn bytes(&self) -> usize {
+        self.text.len() + size_of_val(self.ids) + ENTRY_BYTES
     }
 }
 
@@ -256,6 +316,12 @@ mod tests {
         assert!(fill(0) > 8 << 20);
         cache.set_bytes_max(4 << 20);
         assert!(fill(10_000) <= 4 << 20);
+        let buffers = cache.shards.iter().map(|shard| {
+            let shard = shard.lock().unwrap();
+            let bytes = |one: &Generation| one.texts.capacity() + 4 * one.ids.capacity();
+            bytes(&shard.young) + bytes(&shard.old)
+        });
+        assert!(buffers.sum::<usize>() <= 8 << 20);
     }
 
     #[test]
