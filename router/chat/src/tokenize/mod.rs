@@ -257,7 +257,11 @@ impl Tokenizer {
     ) -> Result<(), TextEncodeError> {
         const VARIANT: u64 = 2;
         let key = self.cache.key(piece, scope, VARIANT);
-        if self.cache.append(key, ids, |kept| kept == piece).is_none() {
+        if self
+            .cache
+            .append(key, ids, |kept| kept == piece.as_bytes())
+            .is_none()
+        {
             let encoded = self.encode_by_reference(piece, SpecialTokens::Omit)?;
             self.cache.put(key, piece, &encoded);
             ids.extend_from_slice(&encoded);

@@ -14,8 +14,8 @@ const CACHE_BYTES_MAX: usize = 64 << 20;
 const SHARDS: usize = 16;
 /// A larger segment would evict hundreds of others.
 const SEGMENT_BYTES_MAX: usize = 512 << 10;
-/// Approximate overhead of a cached segment in a map that is half full.
-const ENTRY_BYTES: usize = 96;
+/// A segment in the map of a generation: a slot of 33 bytes, of which 7 of 16 are used at worst.
+const ENTRY_BYTES: usize = 76;
 
 /// Counts since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,37 +53,43 @@ pub(super) struct FoundSegment {
     pub next: SegmentKey,
 }
 
-/// Two generations: a used segment moves to the young one. When the young one has filled its half,
-/// it becomes the old one, and the old one is emptied.
+/// Two generations: a used segment is copied to the young one. When the young one has filled its
+/// half, it becomes the old one, and the old one is emptied.
 #[derive(Debug, Default)]
 struct CacheShard {
     young: Generation,
     old: Generation,
 }
 
-/// Segments one behind the other in two buffers, which are used again: thousands of allocations that
-/// end together leave holes that every later allocation of the process has to search.
+/// Segments one behind the other in a buffer that is allocated once: thousands of allocations that
+/// end together leave holes, which every later allocation of the process has to search.
 #[derive(Debug, Default)]
 struct Generation {
     segments: HashMap<SegmentKey, PlacedSegment, FxBuildHasher>,
-    texts: String,
-    ids: Vec<u32>,
-    segments_added: usize,
+    buffer: Vec<u8>,
 }
 
-/// Where a segment is in its generation.
+/// What one generation of a shard may have.
+#[derive(Clone, Copy, Debug)]
+struct GenerationBound {
+    buffer: usize,
+    segments: usize,
+}
+
+/// Where a segment is in its generation's buffer.
 #[derive(Clone, Copy, Debug)]
 struct PlacedSegment {
-    text: (u32, u32),
-    ids: (u32, u32),
+    start: u32,
+    end: u32,
+    text_len: u32,
     next: SegmentKey,
 }
 
-/// A segment in its generation.
 #[derive(Clone, Copy, Debug)]
-struct CachedSegment<'g> {
-    text: &'g str,
-    ids: &'g [u32],
+struct CachedSegment<'c> {
+    /// The text, and behind it its ids.
+    content: &'c [u8],
+    text_len: u32,
     next: SegmentKey,
 }
 
@@ -113,8 +119,12 @@ impl SegmentCache {
             .store(bytes / SHARDS / 2, Ordering::Relaxed);
     }
 
-    fn generation_max(&self) -> usize {
-        self.generation_max.load(Ordering::Relaxed)
+    fn bound(&self) -> GenerationBound {
+        let bytes = self.generation_max.load(Ordering::Relaxed);
+        GenerationBound {
+            buffer: bytes - bytes / 8,
+            segments: bytes / 8 / ENTRY_BYTES,
+        }
     }
 
     /// `variant` separates the ids that one text has in several places.
@@ -128,13 +138,13 @@ impl SegmentCache {
         &self,
         key: SegmentKey,
         ids: &mut Vec<u32>,
-        accepts: impl FnOnce(&str) -> bool,
+        accepts: impl FnOnce(&[u8]) -> bool,
     ) -> Option<FoundSegment> {
         let mut shard = self.shard(key);
-        let segment = shard.get(key, accepts, self.generation_max())?;
-        ids.extend_from_slice(segment.ids);
+        let segment = shard.get(key, accepts, self.bound())?;
+        ids.extend(segment.ids());
         let found = FoundSegment {
-            bytes: segment.text.len(),
+            bytes: segment.text().len(),
             next: segment.next,
         };
         drop(shard);
@@ -148,12 +158,15 @@ impl SegmentCache {
         self.miss_bytes
             .fetch_add(text.len() as u64, Ordering::Relaxed);
         if text.len() <= SEGMENT_BYTES_MAX {
+            let mut content = Vec::with_capacity(text.len() + size_of_val(ids));
+            content.extend_from_slice(text.as_bytes());
+            content.extend(ids.iter().flat_map(|id| id.to_ne_bytes()));
             let segment = CachedSegment {
-                text,
-                ids,
+                content: &content,
+                text_len: text.len() as u32,
                 next: SegmentKey::default(),
             };
-            self.shard(key).insert(key, segment, self.generation_max());
+            self.shard(key).insert(key, segment, self.bound());
         }
     }
 
@@ -188,83 +201,88 @@ impl CacheShard {
     fn get(
         &mut self,
         key: SegmentKey,
-        accepts: impl FnOnce(&str) -> bool,
-        max: usize,
+        accepts: impl FnOnce(&[u8]) -> bool,
+        bound: GenerationBound,
     ) -> Option<CachedSegment<'_>> {
         if let Some(young) = self.young.get(key) {
-            if !accepts(young.text) {
+            if !accepts(young.text()) {
                 return None;
             }
         } else {
-            let used = self.old.get(key).filter(|old| accepts(old.text))?;
-            if self.young.bytes() + used.bytes() <= max {
-                self.young.push(key, used);
-            } else {
-                let (text, ids) = (used.text.to_owned(), used.ids.to_vec());
-                let used = CachedSegment {
-                    text: &text,
-                    ids: &ids,
-                    ..used
-                };
-                self.insert(key, used, max);
-            }
+            let used = self.old.get(key).filter(|old| accepts(old.text()))?;
+            let content = used.content.to_vec();
+            let used = CachedSegment {
+                content: &content,
+                ..used
+            };
+            self.insert(key, used, bound);
         }
         self.young.get(key)
     }
 
-    fn insert(&mut self, key: SegmentKey, segment: CachedSegment<'_>, max: usize) {
-        if self.young.bytes() + segment.bytes() > max {
-            std::mem::swap(&mut self.young, &mut self.old);
-            self.young.empty(max);
+    /// Keeps a segment, unless it is longer than a generation.
+    fn insert(&mut self, key: SegmentKey, segment: CachedSegment<'_>, bound: GenerationBound) {
+        if segment.content.len() > bound.buffer {
+            return;
         }
-        self.young.push(key, segment);
+        if !self.young.has_room(segment, bound) {
+            std::mem::swap(&mut self.young, &mut self.old);
+            self.young.empty(bound);
+        }
+        self.young.push(key, segment, bound);
     }
 }
 
 impl Generation {
     fn get(&self, key: SegmentKey) -> Option<CachedSegment<'_>> {
         let place = self.segments.get(&key)?;
-        let range = |(start, end): (u32, u32)| start as usize..end as usize;
         Some(CachedSegment {
-            text: &self.texts[range(place.text)],
-            ids: &self.ids[range(place.ids)],
+            content: &self.buffer[place.start as usize..place.end as usize],
+            text_len: place.text_len,
             next: place.next,
         })
     }
 
+    fn has_room(&self, segment: CachedSegment<'_>, bound: GenerationBound) -> bool {
+        self.buffer.len() + segment.content.len() <= bound.buffer
+            && self.segments.len() < bound.segments
+    }
+
     /// The bytes of a segment that is replaced stay until the generation ends.
-    fn push(&mut self, key: SegmentKey, segment: CachedSegment<'_>) {
-        let (text_start, ids_start) = (self.texts.len() as u32, self.ids.len() as u32);
-        self.texts.push_str(segment.text);
-        self.ids.extend_from_slice(segment.ids);
-        self.segments_added += 1;
+    fn push(&mut self, key: SegmentKey, segment: CachedSegment<'_>, bound: GenerationBound) {
+        let start = self.buffer.len();
+        self.buffer.reserve_exact(bound.buffer - start);
+        self.buffer.extend_from_slice(segment.content);
         let place = PlacedSegment {
-            text: (text_start, self.texts.len() as u32),
-            ids: (ids_start, self.ids.len() as u32),
+            start: start as u32,
+            end: self.buffer.len() as u32,
+            text_len: segment.text_len,
             next: segment.next,
         };
         self.segments.insert(key, place);
     }
 
     fn bytes(&self) -> usize {
-        self.texts.len() + size_of_val(&*self.ids) + self.segments_added * ENTRY_BYTES
+        self.buffer.len() + self.segments.len() * ENTRY_BYTES
     }
 
-    /// Keeps the buffers, unless the bound was lowered below them.
-    fn empty(&mut self, max: usize) {
+    /// Keeps the memory, unless the bound was lowered.
+    fn empty(&mut self, bound: GenerationBound) {
         self.segments.clear();
-        self.texts.clear();
-        self.ids.clear();
-        self.segments_added = 0;
-        self.texts.shrink_to(max);
-        self.ids.shrink_to(max / size_of::<u32>());
-        self.segments.shrink_to(max / ENTRY_BYTES);
+        self.buffer.clear();
+        self.segments.shrink_to(bound.segments);
+        self.buffer.shrink_to(bound.buffer);
     }
 }
 
-impl CachedSegment<'_> {
-    fn bytes(&self) -> usize {
-        self.text.len() + size_of_val(self.ids) + ENTRY_BYTES
+impl<'c> CachedSegment<'c> {
+    fn text(&self) -> &'c [u8] {
+        &self.content[..self.text_len as usize]
+    }
+
+    fn ids(&self) -> impl Iterator<Item = u32> + use<'c> {
+        let (ids, _) = self.content[self.text_len as usize..].as_chunks();
+        ids.iter().map(|id| u32::from_ne_bytes(*id))
     }
 }
 
@@ -274,8 +292,33 @@ mod tests {
 
     fn get(cache: &SegmentCache, key: SegmentKey, text: &str) -> Option<Vec<u32>> {
         let mut ids = Vec::new();
-        cache.append(key, &mut ids, |kept| kept == text)?;
+        cache.append(key, &mut ids, |kept| kept == text.as_bytes())?;
         Some(ids)
+    }
+
+    /// Memory of buffers and maps.
+    fn memory(cache: &SegmentCache) -> usize {
+        let generation = |one: &Generation| {
+            let slots = one.segments.capacity() * 8 / 7;
+            let slot = 1 + size_of::<(SegmentKey, PlacedSegment)>();
+            one.buffer.capacity() + slots * slot
+        };
+        let shards = cache.shards.iter().map(|shard| {
+            let shard = shard.lock().unwrap();
+            generation(&shard.young) + generation(&shard.old)
+        });
+        shards.sum()
+    }
+
+    /// Fills a cache twice.
+    fn fill(cache: &SegmentCache, text_len: usize, ids_len: usize) {
+        let ids = vec![1; ids_len];
+        let bytes = text_len + size_of_val(&*ids) + ENTRY_BYTES;
+        for i in 0..2 * CACHE_BYTES_MAX / bytes {
+            let text = format!("{i:09}{}", "-".repeat(text_len - 9));
+            let key = cache.key(&text, CacheScope::default(), 0);
+            cache.put(key, &text, &ids);
+        }
     }
 
     #[test]
@@ -300,28 +343,30 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_bounded_when_segments_change_in_kind() {
+        let cache = SegmentCache::new();
+        cache.put(SegmentKey(1), "a", &[1]);
+        assert!(memory(&cache) > cache.bound().buffer, "a buffer grows");
+        for (text_len, ids_len) in [(4000, 100), (64, 1), (500, 2000), (100, 50), (100_000, 1)] {
+            fill(&cache, text_len, ids_len);
+            let memory = memory(&cache);
+            assert!(memory <= CACHE_BYTES_MAX, "{text_len}, {ids_len}: {memory}");
+        }
+    }
+
+    #[test]
     fn a_lower_bound_shrinks_the_cache() {
         let cache = SegmentCache::new();
-        let fill = |from: usize| {
-            for i in from..from + 4_000 {
-                let text = format!("{i:-<1000}");
-                cache.put(
-                    cache.key(&text, CacheScope::default(), 0),
-                    &text,
-                    &[1; 1000],
-                );
-            }
-            cache.stats().kept_bytes
-        };
-        assert!(fill(0) > 8 << 20);
-        cache.set_bytes_max(4 << 20);
-        assert!(fill(10_000) <= 4 << 20);
-        let buffers = cache.shards.iter().map(|shard| {
-            let shard = shard.lock().unwrap();
-            let bytes = |one: &Generation| one.texts.capacity() + 4 * one.ids.capacity();
-            bytes(&shard.young) + bytes(&shard.old)
-        });
-        assert!(buffers.sum::<usize>() <= 8 << 20);
+        fill(&cache, 1000, 1000);
+        assert!(memory(&cache) > 32 << 20);
+        let bound = 4 << 20;
+        cache.set_bytes_max(bound);
+        fill(&cache, 1000, 1000);
+        assert!(memory(&cache) > bound / 2);
+        let kept_bytes = cache.stats().kept_bytes;
+        fill(&cache, SEGMENT_BYTES_MAX, 1);
+        assert_eq!(cache.stats().kept_bytes, kept_bytes);
+        assert!(memory(&cache) <= bound, "{}", memory(&cache));
     }
 
     #[test]

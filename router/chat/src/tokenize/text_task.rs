@@ -345,8 +345,8 @@ impl SegmentStep<'_> {
         if lead != SegmentLead::None || next == SegmentKey::default() || !may_be_cached {
             return None;
         }
-        let is_here = |kept: &str| {
-            rest.starts_with(kept)
+        let is_here = |kept: &[u8]| {
+            rest.as_bytes().starts_with(kept)
                 && (kept.len() == rest.len() || is_end(own, rest, kept.len(), cuts))
         };
         let found = self.tokenizer.cache.append(next, self.ids, is_here)?;
@@ -371,7 +371,7 @@ impl SegmentStep<'_> {
             SegmentLead::Blank => 1,
         };
         let key = cache.key(segment, self.cache_scope, variant);
-        let found = cache.append(key, self.ids, |kept| kept == segment);
+        let found = cache.append(key, self.ids, |kept| kept == segment.as_bytes());
         let encoded = match found {
             Some(found) => found.bytes,
             None => {
