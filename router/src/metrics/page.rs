@@ -193,7 +193,7 @@ impl Page {
         );
         self.0.gauge(
             "token_cache_kept_bytes",
-            "Bytes that the cache of token ids takes",
+            "Bytes of the texts and token ids in that cache",
             cache.kept_bytes,
         );
     }

@@ -3,19 +3,19 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher as _, RandomState};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustc_hash::FxBuildHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Cached bytes of a tokenizer, unless it is bounded lower: about 80 MB of prompts.
+/// Memory of a tokenizer's cache, unless it is bounded lower: about 30 MB of prompts and their ids.
 const CACHE_BYTES_MAX: usize = 64 << 20;
 const SHARDS: usize = 16;
 /// A larger segment would evict hundreds of others.
 const SEGMENT_BYTES_MAX: usize = 512 << 10;
-/// A segment in the map of a generation: a slot of 33 bytes, of which 7 of 16 are used at worst.
-const ENTRY_BYTES: usize = 76;
+/// A slot of a generation's map, with its control byte.
+const SLOT_BYTES: usize = size_of::<(SegmentKey, PlacedSegment)>() + 1;
 
 /// Counts since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,8 +30,6 @@ pub(super) struct SegmentCache {
     /// Unknown to clients, so that they cannot choose texts that share a key.
     seed: u64,
     shards: [Mutex<CacheShard>; SHARDS],
-    /// Bytes of one generation of a shard.
-    generation_max: AtomicUsize,
     hit_bytes: AtomicU64,
     miss_bytes: AtomicU64,
 }
@@ -55,10 +53,11 @@ pub(super) struct FoundSegment {
 
 /// Two generations: a used segment is copied to the young one. When the young one has filled its
 /// half, it becomes the old one, and the old one is emptied.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct CacheShard {
     young: Generation,
     old: Generation,
+    bound: GenerationBound,
 }
 
 /// Segments one behind the other in a buffer that is allocated once: thousands of allocations that
@@ -105,25 +104,16 @@ impl SegmentCache {
     pub(super) fn new() -> Self {
         Self {
             seed: RandomState::new().hash_one(0),
-            shards: Default::default(),
-            generation_max: AtomicUsize::new(CACHE_BYTES_MAX / SHARDS / 2),
+            shards: std::array::from_fn(|_| Mutex::new(CacheShard::new(CACHE_BYTES_MAX))),
             hit_bytes: AtomicU64::new(0),
             miss_bytes: AtomicU64::new(0),
         }
     }
 
-    /// Changes the bound. A cache above it shrinks as segments are added.
+    /// Changes the bound. Generations above it are emptied.
     pub(super) fn set_bytes_max(&self, bytes: usize) {
-        let bytes = bytes.min(CACHE_BYTES_MAX);
-        self.generation_max
-            .store(bytes / SHARDS / 2, Ordering::Relaxed);
-    }
-
-    fn bound(&self) -> GenerationBound {
-        let bytes = self.generation_max.load(Ordering::Relaxed);
-        GenerationBound {
-            buffer: bytes - bytes / 8,
-            segments: bytes / 8 / ENTRY_BYTES,
+        for shard in &self.shards {
+            lock(shard).set_bound(GenerationBound::of_cache(bytes.min(CACHE_BYTES_MAX)));
         }
     }
 
@@ -141,7 +131,7 @@ impl SegmentCache {
         accepts: impl FnOnce(&[u8]) -> bool,
     ) -> Option<FoundSegment> {
         let mut shard = self.shard(key);
-        let segment = shard.get(key, accepts, self.bound())?;
+        let segment = shard.get(key, accepts)?;
         ids.extend(segment.ids());
         let found = FoundSegment {
             bytes: segment.text().len(),
@@ -166,7 +156,7 @@ impl SegmentCache {
                 text_len: text.len() as u32,
                 next: SegmentKey::default(),
             };
-            self.shard(key).insert(key, segment, self.bound());
+            self.shard(key).insert(key, segment);
         }
     }
 
@@ -179,8 +169,8 @@ impl SegmentCache {
 
     pub(super) fn stats(&self) -> SegmentCacheStats {
         let kept = self.shards.iter().map(|shard| {
-            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            shard.young.bytes() + shard.old.bytes()
+            let shard = lock(shard);
+            shard.young.buffer.len() + shard.old.buffer.len()
         });
         SegmentCacheStats {
             kept_bytes: kept.sum(),
@@ -190,19 +180,52 @@ impl SegmentCache {
     }
 
     fn shard(&self, key: SegmentKey) -> MutexGuard<'_, CacheShard> {
-        let shard = &self.shards[(key.0 >> 60) as usize % SHARDS];
-        // A shard is consistent between any two statements that can panic.
-        shard.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[(key.0 >> 60) as usize % SHARDS])
+    }
+}
+
+/// A shard is consistent between any two statements that can panic.
+fn lock(shard: &Mutex<CacheShard>) -> MutexGuard<'_, CacheShard> {
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl GenerationBound {
+    /// The bound of each generation, for a cache of so many bytes.
+    const fn of_cache(bytes: usize) -> Self {
+        let bytes = bytes / SHARDS / 2;
+        // A map has a power of two of slots and fills seven of eight.
+        let slots = match (bytes / 7 / SLOT_BYTES).checked_ilog2() {
+            Some(power) => 1 << power,
+            None => 0,
+        };
+        Self {
+            buffer: bytes - bytes / 7,
+            segments: slots / 8 * 7,
+        }
     }
 }
 
 impl CacheShard {
+    fn new(cache_bytes: usize) -> Self {
+        Self {
+            young: Generation::default(),
+            old: Generation::default(),
+            bound: GenerationBound::of_cache(cache_bytes),
+        }
+    }
+
+    fn set_bound(&mut self, bound: GenerationBound) {
+        self.bound = bound;
+        for generation in [&mut self.young, &mut self.old] {
+            generation.shrink_to(bound);
+        }
+    }
+
     /// The segment with this key, if its text is accepted.
     fn get(
         &mut self,
         key: SegmentKey,
         accepts: impl FnOnce(&[u8]) -> bool,
-        bound: GenerationBound,
     ) -> Option<CachedSegment<'_>> {
         if let Some(young) = self.young.get(key) {
             if !accepts(young.text()) {
@@ -215,19 +238,21 @@ impl CacheShard {
                 content: &content,
                 ..used
             };
-            self.insert(key, used, bound);
+            self.insert(key, used);
         }
         self.young.get(key)
     }
 
     /// Keeps a segment, unless it is longer than a generation.
-    fn insert(&mut self, key: SegmentKey, segment: CachedSegment<'_>, bound: GenerationBound) {
+    fn insert(&mut self, key: SegmentKey, segment: CachedSegment<'_>) {
+        let bound = self.bound;
         if segment.content.len() > bound.buffer {
             return;
         }
-        if !self.young.has_room(segment, bound) {
+        let bytes = self.young.buffer.len() + segment.content.len();
+        if bytes > bound.buffer || self.young.segments.len() >= bound.segments {
             std::mem::swap(&mut self.young, &mut self.old);
-            self.young.empty(bound);
+            self.young.clear();
         }
         self.young.push(key, segment, bound);
     }
@@ -241,11 +266,6 @@ impl Generation {
             text_len: place.text_len,
             next: place.next,
         })
-    }
-
-    fn has_room(&self, segment: CachedSegment<'_>, bound: GenerationBound) -> bool {
-        self.buffer.len() + segment.content.len() <= bound.buffer
-            && self.segments.len() < bound.segments
     }
 
     /// The bytes of a segment that is replaced stay until the generation ends.
@@ -262,16 +282,17 @@ impl Generation {
         self.segments.insert(key, place);
     }
 
-    fn bytes(&self) -> usize {
-        self.buffer.len() + self.segments.len() * ENTRY_BYTES
-    }
-
-    /// Keeps the memory, unless the bound was lowered.
-    fn empty(&mut self, bound: GenerationBound) {
+    fn clear(&mut self) {
         self.segments.clear();
         self.buffer.clear();
-        self.segments.shrink_to(bound.segments);
+    }
+
+    fn shrink_to(&mut self, bound: GenerationBound) {
+        if self.buffer.len() > bound.buffer || self.segments.len() > bound.segments {
+            self.clear();
+        }
         self.buffer.shrink_to(bound.buffer);
+        self.segments.shrink_to(bound.segments);
     }
 }
 
@@ -299,9 +320,8 @@ mod tests {
     /// Memory of buffers and maps.
     fn memory(cache: &SegmentCache) -> usize {
         let generation = |one: &Generation| {
-            let slots = one.segments.capacity() * 8 / 7;
-            let slot = 1 + size_of::<(SegmentKey, PlacedSegment)>();
-            one.buffer.capacity() + slots * slot
+            let slots = one.segments.capacity().div_ceil(7) * 8;
+            one.buffer.capacity() + slots * SLOT_BYTES
         };
         let shards = cache.shards.iter().map(|shard| {
             let shard = shard.lock().unwrap();
@@ -313,7 +333,7 @@ mod tests {
     /// Fills a cache twice.
     fn fill(cache: &SegmentCache, text_len: usize, ids_len: usize) {
         let ids = vec![1; ids_len];
-        let bytes = text_len + size_of_val(&*ids) + ENTRY_BYTES;
+        let bytes = text_len + size_of_val(&*ids);
         for i in 0..2 * CACHE_BYTES_MAX / bytes {
             let text = format!("{i:09}{}", "-".repeat(text_len - 9));
             let key = cache.key(&text, CacheScope::default(), 0);
@@ -346,7 +366,8 @@ mod tests {
     fn memory_is_bounded_when_segments_change_in_kind() {
         let cache = SegmentCache::new();
         cache.put(SegmentKey(1), "a", &[1]);
-        assert!(memory(&cache) > cache.bound().buffer, "a buffer grows");
+        let once = cache.shard(SegmentKey(1)).bound.buffer;
+        assert!(memory(&cache) > once, "a buffer grows");
         for (text_len, ids_len) in [(4000, 100), (64, 1), (500, 2000), (100, 50), (100_000, 1)] {
             fill(&cache, text_len, ids_len);
             let memory = memory(&cache);
@@ -355,18 +376,34 @@ mod tests {
     }
 
     #[test]
-    fn a_lower_bound_shrinks_the_cache() {
+    fn a_lower_bound_shrinks_the_cache_at_once() {
         let cache = SegmentCache::new();
         fill(&cache, 1000, 1000);
-        assert!(memory(&cache) > 32 << 20);
-        let bound = 4 << 20;
-        cache.set_bytes_max(bound);
+        fill(&cache, 64, 1);
+        assert!(memory(&cache) > 60 << 20);
+        for bound in [36 << 20, 4 << 20, 0] {
+            cache.set_bytes_max(bound);
+            assert!(memory(&cache) <= bound, "{bound}: {}", memory(&cache));
+            fill(&cache, 1000, 1000);
+            let kept_bytes = cache.stats().kept_bytes;
+            assert!(kept_bytes >= bound / 3);
+            fill(&cache, SEGMENT_BYTES_MAX, 400_000);
+            assert_eq!(cache.stats().kept_bytes, kept_bytes, "a long one evicts");
+            assert!(memory(&cache) <= bound, "{bound}: {}", memory(&cache));
+        }
+        cache.set_bytes_max(CACHE_BYTES_MAX);
         fill(&cache, 1000, 1000);
-        assert!(memory(&cache) > bound / 2);
-        let kept_bytes = cache.stats().kept_bytes;
-        fill(&cache, SEGMENT_BYTES_MAX, 1);
-        assert_eq!(cache.stats().kept_bytes, kept_bytes);
-        assert!(memory(&cache) <= bound, "{}", memory(&cache));
+        assert!(memory(&cache) > 32 << 20);
+    }
+
+    #[test]
+    fn what_was_used_recently_survives_a_lower_bound() {
+        let cache = SegmentCache::new();
+        cache.put(SegmentKey(1), "old", &[1]);
+        cache.put(SegmentKey(2), "b", &[2]);
+        cache.set_bytes_max(CACHE_BYTES_MAX / 2);
+        assert_eq!(get(&cache, SegmentKey(1), "old").as_deref(), Some(&[1][..]));
+        assert_eq!(get(&cache, SegmentKey(2), "b").as_deref(), Some(&[2][..]));
     }
 
     #[test]
