@@ -277,11 +277,13 @@ impl BpeEncoder {
         };
         let mut recent = self.recent_words.lock();
         for (start, end) in words.iter() {
-            let word = &text.as_bytes()[*start as usize..*end as usize];
-            if let Some(known) = recent.as_ref().and_then(|table| table.get(word)) {
-                ids.extend_from_slice(known);
+            let (start, end) = (*start as usize, *end as usize);
+            if let Some(table) = &recent
+                && table.append(text.as_bytes(), start, end, ids)
+            {
                 continue;
             }
+            let word = &text.as_bytes()[start..end];
             let first = ids.len();
             match self.tokens.get(word) {
                 Some(id) => ids.push(*id),
