@@ -7,6 +7,7 @@ mod drained_feed;
 mod http;
 mod sglang;
 mod trtllm;
+mod zmq_contexts;
 mod zmq_feed;
 
 use std::collections::BTreeMap;
@@ -24,6 +25,7 @@ use crate::source::{FlushResult, ReplayId};
 use drained_feed::{DrainedFeed, EventDrain};
 use http::EngineHttp;
 pub use http::{EngineKey, EngineKeyError, EngineKeySource};
+pub use zmq_contexts::ZmqContexts;
 use zmq_feed::ZmqFeed;
 
 /// Messages of one socket in one read. Other sockets and tasks run in between.
@@ -150,10 +152,10 @@ pub enum InfoError {
     Unreadable,
 }
 
-/// An engine's server: HTTP, and ZMQ sockets that one libzmq thread serves.
+/// An engine's server: HTTP, and the ZMQ sockets of its ranks.
 pub struct VllmEngine {
     http: EngineHttp,
-    zmq: zmq::Context,
+    zmq: ZmqContexts,
     /// The events come by HTTP.
     drain: Option<Arc<EventDrain>>,
 }
@@ -169,7 +171,7 @@ impl VllmEngine {
         });
         Ok(Self {
             http,
-            zmq: zmq::Context::new(),
+            zmq: config.zmq.clone(),
             drain: drain.map(Arc::new),
         })
     }
@@ -224,10 +226,7 @@ impl EngineLink for VllmEngine {
     fn feed(&self, rank: DpRank, endpoints: Endpoints) -> RankFeed {
         match &self.drain {
             Some(drain) => RankFeed::Drained(DrainedFeed::new(Arc::clone(drain), rank)),
-            None => {
-                let context = self.zmq.clone();
-                RankFeed::Zmq(ZmqFeed::new(context, rank.to_string(), endpoints))
-            }
+            None => RankFeed::Zmq(ZmqFeed::new(self.zmq.rank(), endpoints)),
         }
     }
 

@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{debug, warn};
 use warmroute_proto::EngineSeq;
 
+use super::zmq_contexts::RankContext;
 use super::{BURST_MAX, EngineEvent, EngineFeed, Frames, ReplayNotSent};
 use crate::config::Endpoints;
 use crate::source::ReplayId;
@@ -29,9 +30,7 @@ const RETRY: Duration = Duration::from_secs(1);
 
 /// The feed of a vLLM engine.
 pub struct ZmqFeed {
-    context: zmq::Context,
-    /// Unique within the context.
-    name: String,
+    context: RankContext,
     endpoints: Endpoints,
     opens: u64,
     /// When to open closed sockets.
@@ -41,10 +40,9 @@ pub struct ZmqFeed {
 }
 
 impl ZmqFeed {
-    pub(super) fn new(context: zmq::Context, name: String, endpoints: Endpoints) -> Self {
+    pub(super) fn new(context: RankContext, endpoints: Endpoints) -> Self {
         Self {
             context,
-            name,
             endpoints,
             opens: 0,
             due: Instant::now(),
@@ -55,7 +53,7 @@ impl ZmqFeed {
 
     fn open(&mut self) {
         self.opens += 1;
-        let monitor = format!("inproc://{}-{}", self.name, self.opens);
+        let monitor = self.context.inner_endpoint(self.opens);
         match Sockets::open(&self.context, &self.endpoints, &monitor) {
             Ok(sockets) => self.sockets = Some(sockets),
             Err(error) => {
@@ -156,7 +154,7 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn open(context: &zmq::Context, endpoints: &Endpoints, name: &str) -> std::io::Result<Self> {
+    fn open(context: &RankContext, endpoints: &Endpoints, name: &str) -> std::io::Result<Self> {
         let live = context.socket(zmq::SUB)?;
         live.set_linger(0)?;
         live.set_rcvhwm(HWM)?;
@@ -258,7 +256,7 @@ impl Sockets {
 
     fn request_replay(
         &mut self,
-        context: &zmq::Context,
+        context: &RankContext,
         endpoint: &str,
         id: ReplayId,
         from: EngineSeq,

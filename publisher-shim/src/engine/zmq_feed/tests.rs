@@ -2,6 +2,7 @@ use std::collections::VecDeque;
 
 use tokio::time::timeout;
 
+use super::super::ZmqContexts;
 use super::*;
 
 struct Listener {
@@ -58,7 +59,7 @@ fn listener(live: &str, replay: Option<String>) -> Listener {
         replay,
     };
     Listener {
-        feed: ZmqFeed::new(zmq::Context::new(), "0".to_owned(), endpoints),
+        feed: ZmqFeed::new(ZmqContexts::default().rank(), endpoints),
         events: VecDeque::new(),
     }
 }
