@@ -149,6 +149,16 @@ enum RunPosition {
     },
 }
 
+impl RunPosition {
+    /// The seed of the block before, if that is known.
+    const fn seed(self) -> Seed {
+        match self {
+            Self::After(predecessor) => predecessor.seed,
+            Self::Orphaned { .. } => Seed::PLAIN,
+        }
+    }
+}
+
 /// The block before another one; the default is the start of a plain sequence.
 #[derive(Clone, Copy)]
 struct Predecessor {
@@ -161,7 +171,7 @@ struct Predecessor {
 const UNREMOVED_MAX: u64 = 1 << 20;
 
 /// Blocks whose memory is read together: the processor's innermost cache holds their nodes.
-const READ_AHEAD_MAX: usize = 128;
+const READ_AHEAD_MAX: usize = 64;
 
 /// Makes blocks opaque that the engine publishes in token pairs, which no router hashes.
 const PAIRS: u64 = 0x7061_6972_735f_6f66;
@@ -446,32 +456,60 @@ impl Mirror {
         if self.has_windows_only(tier) {
             return self.store_by_chain(stored, block_tokens, at);
         }
-        let mut position = self.start_of(stored)?;
         let mut keys = stored.keys.iter().peekable();
-        let blocks = stored.tokens.chunks_exact(block_tokens);
-        for (index, (&hash, tokens)) in stored.hashes.iter().zip(blocks).enumerate() {
-            if index % READ_AHEAD_MAX == 0 {
-                self.read_ahead(&stored.hashes[index..]);
+        let tokens = stored.tokens.chunks_exact(block_tokens);
+        let mut blocks = stored.hashes.iter().zip(tokens).enumerate().peekable();
+        let mut position = self.start_of(stored)?;
+        let mut run = Vec::with_capacity(stored.hashes.len().min(READ_AHEAD_MAX));
+        while blocks.peek().is_some() {
+            let mut before = position.seed();
+            run.extend(
+                blocks
+                    .by_ref()
+                    .take(READ_AHEAD_MAX)
+                    .map(|(index, (&hash, tokens))| {
+                        let keys = keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys);
+                        let is_pairs = stored.tokens_per_position > 1;
+                        let block = StoreBlock::new(hash, tokens, keys, is_pairs, before);
+                        before = block.seed;
+                        block
+                    }),
+            );
+            self.read_ahead_stores(&run, position);
+            for block in run.drain(..) {
+                position = self.store_block(&block, position, at)?;
             }
-            let block = StoreBlock {
-                hash,
-                tokens,
-                keys: keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys),
-                is_pairs: stored.tokens_per_position > 1,
-            };
-            position = self.store_block(&block, position, at)?;
         }
         Ok(())
     }
 
-    /// Reads the memory that a change of these blocks needs. Folding mostly waits for it, one block
+    /// Reads the memory that removals of these blocks need. Folding mostly waits for it, one block
     /// after the other; these reads depend on nothing and wait together.
-    fn read_ahead(&self, hashes: &[EngineHash]) {
+    fn read_ahead_removals(&self, hashes: &[EngineHash]) {
         let mut known = [NodeId::NONE; READ_AHEAD_MAX];
         for (id, &hash) in known.iter_mut().zip(hashes) {
             *id = self.engine_hashes.node(hash).unwrap_or(NodeId::NONE);
         }
         let known = known.iter().take(hashes.len());
+        let nodes = known.filter_map(|&id| self.nodes.get(id));
+        self.nodes.read_ahead(nodes.map(|node| node.prefix));
+    }
+
+    /// Likewise of stores at a position.
+    fn read_ahead_stores(&self, blocks: &[StoreBlock<'_>], position: RunPosition) {
+        let mut known = [NodeId::NONE; READ_AHEAD_MAX];
+        for (id, block) in known.iter_mut().zip(blocks) {
+            *id = self.engine_hashes.node(block.hash).unwrap_or(NodeId::NONE);
+        }
+        if let RunPosition::After(predecessor) = position {
+            let mut prefix = predecessor.prefix;
+            self.nodes.read_ahead(blocks.iter().map(|block| {
+                let next = PrefixHash::after(prefix, block.local);
+                prefix = Some(next);
+                next
+            }));
+        }
+        let known = known.iter().take(blocks.len());
         let references = known.filter_map(|&id| self.nodes.get(id));
         std::hint::black_box(references.map(|node| node.references).max());
     }
@@ -571,9 +609,8 @@ impl Mirror {
                 return Ok(self.after_hash(block.hash));
             }
         };
-        let items = block.keys.map_or(&[][..], |keys| keys.items.as_slice());
-        let seed = with_opaques(predecessor.seed, block.opaques());
-        let local = LocalHash::of_block(block.tokens, items, seed);
+        let block = &block.behind(predecessor.seed);
+        let (local, seed) = (block.local, block.seed);
         let Some(node) = self.attach(block.hash, Some(at), predecessor, local, seed)? else {
             self.knowledge.miss(at.tier);
             return Ok(RunPosition::Orphaned { parent: block.hash });
@@ -688,7 +725,7 @@ impl Mirror {
         self.knowledge.saw_removal(tier, removed.group.is_some());
         for (index, &hash) in removed.hashes.iter().enumerate() {
             if index % READ_AHEAD_MAX == 0 {
-                self.read_ahead(&removed.hashes[index..]);
+                self.read_ahead_removals(&removed.hashes[index..]);
             }
             let had_reference = slot.is_some_and(|slot| {
                 let at = GroupTier { slot, tier };
@@ -733,29 +770,61 @@ impl Mirror {
     }
 }
 
-/// One block of a store.
+/// One block of a store, with its hash behind a block of the seed `before`.
+#[derive(Clone, Copy)]
 struct StoreBlock<'a> {
     hash: EngineHash,
     tokens: &'a [u32],
     keys: Option<&'a BlockKeys>,
     is_pairs: bool,
+    before: Seed,
+    seed: Seed,
+    local: LocalHash,
 }
 
-impl StoreBlock<'_> {
-    /// The keys that make it opaque, in a fixed order.
-    fn opaques(&self) -> impl Iterator<Item = u64> + use<> {
-        let pairs = self.is_pairs.then_some(PAIRS);
-        let key = self.keys.and_then(|keys| keys.opaque);
-        pairs.into_iter().chain(key)
+impl<'a> StoreBlock<'a> {
+    fn new(
+        hash: EngineHash,
+        tokens: &'a [u32],
+        keys: Option<&'a BlockKeys>,
+        is_pairs: bool,
+        before: Seed,
+    ) -> Self {
+        let items = keys.map_or(&[][..], |keys| keys.items.as_slice());
+        let seed = with_opaques(before, opaques(keys, is_pairs));
+        Self {
+            hash,
+            tokens,
+            keys,
+            is_pairs,
+            before,
+            seed,
+            local: LocalHash::of_block(tokens, items, seed),
+        }
+    }
+
+    /// The block behind one of another seed.
+    fn behind(&self, before: Seed) -> Self {
+        if before == self.before {
+            return *self;
+        }
+        Self::new(self.hash, self.tokens, self.keys, self.is_pairs, before)
     }
 
     fn content(&self) -> BlockContent {
         BlockContent {
             tokens: self.tokens.into(),
             items: self.keys.map_or(&[][..], |keys| &keys.items).into(),
-            opaque: self.opaques().collect(),
+            opaque: opaques(self.keys, self.is_pairs).collect(),
         }
     }
+}
+
+/// The keys that make a block opaque, in a fixed order.
+fn opaques(keys: Option<&BlockKeys>, is_pairs: bool) -> impl Iterator<Item = u64> + use<> {
+    let pairs = is_pairs.then_some(PAIRS);
+    let key = keys.and_then(|keys| keys.opaque);
+    pairs.into_iter().chain(key)
 }
 
 fn with_opaques(seed: Seed, opaques: impl Iterator<Item = u64>) -> Seed {

@@ -181,12 +181,9 @@ impl Mirror {
             if due.peek().is_none() {
                 break;
             }
-            let block = StoreBlock {
-                hash,
-                tokens,
-                keys: keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys),
-                is_pairs: stored.tokens_per_position > 1,
-            };
+            let keys = keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys);
+            let is_pairs = stored.tokens_per_position > 1;
+            let block = StoreBlock::new(hash, tokens, keys, is_pairs, position.seed());
             position = match due.next_if_eq(&&hash) {
                 Some(_) => self.store_block(&block, position, at)?,
                 None => self.pass_block(&block, position)?,
