@@ -23,6 +23,7 @@ mod orphans;
 mod references;
 mod resume;
 mod save;
+mod store_block;
 mod windowed;
 
 use warmroute_proto::label_enum;
@@ -30,19 +31,18 @@ use warmroute_proto::{
     BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierState, TierStates, Tiers,
 };
 
-use crate::wire::{
-    Batch, BlockKeys, CacheEvent, EngineHash, GroupKind, LoraRef, RemovedBlocks, StoredBlocks,
-};
+use crate::wire::{Batch, CacheEvent, EngineHash, GroupKind, RemovedBlocks, StoredBlocks};
 use block_chain::BlockChain;
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start, TierLimit};
 use nodes::{NewNode, NodeId, Nodes, TierSet};
-use orphans::{BlockContent, Orphans};
+use orphans::Orphans;
 use references::{GroupTier, References};
 use resume::ResumePoints;
 pub use save::MirrorSnapshot;
+use store_block::{StoreBlock, root_seed, with_opaques};
 pub use windowed::LookupDoubt;
 
 #[derive(Clone, Copy, Debug)]
@@ -172,9 +172,6 @@ const UNREMOVED_MAX: u64 = 1 << 20;
 
 /// Blocks whose memory is read together: the processor's innermost cache holds their nodes.
 const READ_AHEAD_MAX: usize = 64;
-
-/// Makes blocks opaque that the engine publishes in token pairs, which no router hashes.
-const PAIRS: u64 = 0x7061_6972_735f_6f66;
 
 impl Mirror {
     #[must_use]
@@ -767,78 +764,6 @@ impl Mirror {
             }
             None => self.orphans.remove(hash, at),
         }
-    }
-}
-
-/// One block of a store, with its hash behind a block of the seed `before`.
-#[derive(Clone, Copy)]
-struct StoreBlock<'a> {
-    hash: EngineHash,
-    tokens: &'a [u32],
-    keys: Option<&'a BlockKeys>,
-    is_pairs: bool,
-    before: Seed,
-    seed: Seed,
-    local: LocalHash,
-}
-
-impl<'a> StoreBlock<'a> {
-    fn new(
-        hash: EngineHash,
-        tokens: &'a [u32],
-        keys: Option<&'a BlockKeys>,
-        is_pairs: bool,
-        before: Seed,
-    ) -> Self {
-        let items = keys.map_or(&[][..], |keys| keys.items.as_slice());
-        let seed = with_opaques(before, opaques(keys, is_pairs));
-        Self {
-            hash,
-            tokens,
-            keys,
-            is_pairs,
-            before,
-            seed,
-            local: LocalHash::of_block(tokens, items, seed),
-        }
-    }
-
-    /// The block behind one of another seed.
-    fn behind(&self, before: Seed) -> Self {
-        if before == self.before {
-            return *self;
-        }
-        Self::new(self.hash, self.tokens, self.keys, self.is_pairs, before)
-    }
-
-    fn content(&self) -> BlockContent {
-        BlockContent {
-            tokens: self.tokens.into(),
-            items: self.keys.map_or(&[][..], |keys| &keys.items).into(),
-            opaque: opaques(self.keys, self.is_pairs).collect(),
-        }
-    }
-}
-
-/// The keys that make a block opaque, in a fixed order.
-fn opaques(keys: Option<&BlockKeys>, is_pairs: bool) -> impl Iterator<Item = u64> + use<> {
-    let pairs = is_pairs.then_some(PAIRS);
-    let key = keys.and_then(|keys| keys.opaque);
-    pairs.into_iter().chain(key)
-}
-
-fn with_opaques(seed: Seed, opaques: impl Iterator<Item = u64>) -> Seed {
-    opaques.fold(seed, |seed, key| seed.with_opaque(&key.to_le_bytes()))
-}
-
-/// The seed of a sequence's first block, without the keys that make that block opaque.
-fn root_seed(stored: &StoredBlocks) -> Seed {
-    let salt = stored.salt.as_deref();
-    match &stored.lora {
-        LoraRef::None => Seed::new(None, salt),
-        LoraRef::Named(name) => Seed::new(Some(name), salt),
-        // No request can name the engine's number of an adapter.
-        LoraRef::Unnamed(id) => Seed::new(None, salt).with_opaque(&id.to_le_bytes()),
     }
 }
 

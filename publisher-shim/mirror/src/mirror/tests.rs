@@ -10,7 +10,7 @@ use warmroute_proto::{BlockSize, TierState};
 
 use super::*;
 use crate::testing::LogReader;
-use crate::wire::{BlockGroup, GroupKind, Medium, SkippedEvents};
+use crate::wire::{BlockGroup, BlockKeys, GroupKind, LoraRef, Medium, SkippedEvents};
 
 const MAIN: Option<GroupKind> = Some(GroupKind::Main);
 
