@@ -6,7 +6,7 @@ use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::EngineTls;
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
-use crate::engine::{EngineKeySource, ZmqContexts};
+use crate::engine::EngineKeySource;
 use crate::mirror::Assumptions;
 use crate::state_dir::CheckpointStore;
 
@@ -23,8 +23,6 @@ pub struct ShimConfig {
     pub engine_key: EngineKeySource,
     /// TLS of an `https://` URL. `None`: with the system's authorities.
     pub engine_tls: Option<EngineTls>,
-    /// Shared by the shims of a process.
-    pub zmq: ZmqContexts,
     /// The live endpoint of rank 0; rank r is r ports higher. Or the HTTP route of all ranks' events.
     /// `None`: the engine reports it.
     pub kv_endpoint: Option<String>,
@@ -61,7 +59,6 @@ impl ShimConfig {
             worker_url,
             engine_key: EngineKeySource::default(),
             engine_tls: None,
-            zmq: ZmqContexts::default(),
             kv_endpoint: None,
             kv_replay_endpoint: None,
             ranks: 1,

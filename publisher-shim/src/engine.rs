@@ -7,7 +7,6 @@ mod drained_feed;
 mod http;
 mod sglang;
 mod trtllm;
-mod zmq_contexts;
 mod zmq_feed;
 
 use std::collections::BTreeMap;
@@ -25,7 +24,6 @@ use crate::source::{FlushResult, ReplayId};
 use drained_feed::{DrainedFeed, EventDrain};
 use http::EngineHttp;
 pub use http::{EngineKey, EngineKeyError, EngineKeySource};
-pub use zmq_contexts::ZmqContexts;
 use zmq_feed::ZmqFeed;
 
 /// Messages of one socket in one read. Other sockets and tasks run in between.
@@ -152,10 +150,10 @@ pub enum InfoError {
     Unreadable,
 }
 
-/// An engine's server: HTTP, and the ZMQ sockets of its ranks.
+/// An engine's server: HTTP, and ZMQ sockets that one libzmq thread serves.
 pub struct VllmEngine {
     http: EngineHttp,
-    zmq: ZmqContexts,
+    zmq: zmq::Context,
     /// The events come by HTTP.
     drain: Option<Arc<EventDrain>>,
 }
@@ -171,7 +169,7 @@ impl VllmEngine {
         });
         Ok(Self {
             http,
-            zmq: config.zmq.clone(),
+            zmq: zmq::Context::new(),
             drain: drain.map(Arc::new),
         })
     }
@@ -226,7 +224,10 @@ impl EngineLink for VllmEngine {
     fn feed(&self, rank: DpRank, endpoints: Endpoints) -> RankFeed {
         match &self.drain {
             Some(drain) => RankFeed::Drained(DrainedFeed::new(Arc::clone(drain), rank)),
-            None => RankFeed::Zmq(ZmqFeed::new(self.zmq.rank(), endpoints)),
+            None => {
+                let context = self.zmq.clone();
+                RankFeed::Zmq(ZmqFeed::new(context, rank.to_string(), endpoints))
+            }
         }
     }
 

@@ -16,7 +16,7 @@ mod service;
 mod state_dir;
 
 pub use config::{Endpoints, OUTBOX_BYTES_MAX, ShimConfig};
-pub use engine::{EngineKey, EngineKeyError, EngineKeySource, ZmqContexts};
+pub use engine::{EngineKey, EngineKeyError, EngineKeySource};
 pub use service::{Error, Handle, NotReady, Service, TaskFailed};
 pub use state_dir::{CheckpointStore, StateDir, StateDirError};
 pub use warmroute_mirror::{checkpoint, mirror, source, wire};

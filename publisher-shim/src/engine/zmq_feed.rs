@@ -16,7 +16,6 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{debug, warn};
 use warmroute_proto::EngineSeq;
 
-use super::zmq_contexts::RankContext;
 use super::{BURST_MAX, EngineEvent, EngineFeed, Frames, ReplayNotSent};
 use crate::config::Endpoints;
 use crate::source::ReplayId;
@@ -30,7 +29,9 @@ const RETRY: Duration = Duration::from_secs(1);
 
 /// The feed of a vLLM engine.
 pub struct ZmqFeed {
-    context: RankContext,
+    context: zmq::Context,
+    /// Unique within the context.
+    name: String,
     endpoints: Endpoints,
     opens: u64,
     /// When to open closed sockets.
@@ -40,9 +41,10 @@ pub struct ZmqFeed {
 }
 
 impl ZmqFeed {
-    pub(super) fn new(context: RankContext, endpoints: Endpoints) -> Self {
+    pub(super) fn new(context: zmq::Context, name: String, endpoints: Endpoints) -> Self {
         Self {
             context,
+            name,
             endpoints,
             opens: 0,
             due: Instant::now(),
@@ -53,7 +55,7 @@ impl ZmqFeed {
 
     fn open(&mut self) {
         self.opens += 1;
-        let monitor = self.context.inner_endpoint(self.opens);
+        let monitor = format!("inproc://{}-{}", self.name, self.opens);
         match Sockets::open(&self.context, &self.endpoints, &monitor) {
             Ok(sockets) => self.sockets = Some(sockets),
             Err(error) => {
@@ -154,7 +156,7 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn open(context: &RankContext, endpoints: &Endpoints, name: &str) -> std::io::Result<Self> {
+    fn open(context: &zmq::Context, endpoints: &Endpoints, name: &str) -> std::io::Result<Self> {
         let live = context.socket(zmq::SUB)?;
         live.set_linger(0)?;
         live.set_rcvhwm(HWM)?;
@@ -256,7 +258,7 @@ impl Sockets {
 
     fn request_replay(
         &mut self,
-        context: &RankContext,
+        context: &zmq::Context,
         endpoint: &str,
         id: ReplayId,
         from: EngineSeq,

@@ -21,7 +21,7 @@ use warmroute_process::engine_args::is_event_route;
 use warmroute_proto::label_enum;
 use warmroute_proto::{Namespace, WorkerId};
 use warmroute_shim::args::assumptions;
-use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir, ZmqContexts};
+use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir};
 
 use super::worker_plan::{PlanChange, PlanError, WorkerOrigin, WorkerPlan};
 use crate::config::{Config, WorkerSpec};
@@ -139,7 +139,6 @@ pub(crate) struct WorkerSupervisor {
     parts: SupervisorParts,
     namespace: Namespace,
     state_dir: Option<PathBuf>,
-    zmq: ZmqContexts,
     plan: WorkerPlan,
     lives: BTreeMap<WorkerId, WorkerLife>,
     /// Why planned workers have no life. Logged once.
@@ -183,7 +182,6 @@ impl WorkerSupervisor {
             parts,
             namespace: config.namespace.clone(),
             state_dir: config.state_dir.clone(),
-            zmq: ZmqContexts::default(),
             plan,
             lives: BTreeMap::new(),
             failures: BTreeMap::new(),
@@ -369,7 +367,6 @@ impl WorkerSupervisor {
         let shim = ShimConfig {
             engine_key: engine_key(spec, &self.parts.settings),
             engine_tls: Some(self.parts.engines.tls().clone()),
-            zmq: self.zmq.clone(),
             kv_endpoint: spec.kv.clone(),
             kv_replay_endpoint: spec.replay.clone(),
             ranks: spec.ranks.get(),

@@ -2,7 +2,6 @@ use std::collections::VecDeque;
 
 use tokio::time::timeout;
 
-use super::super::ZmqContexts;
 use super::*;
 
 struct Listener {
@@ -59,7 +58,7 @@ fn listener(live: &str, replay: Option<String>) -> Listener {
         replay,
     };
     Listener {
-        feed: ZmqFeed::new(ZmqContexts::default().rank(), endpoints),
+        feed: ZmqFeed::new(zmq::Context::new(), "0".to_owned(), endpoints),
         events: VecDeque::new(),
     }
 }
