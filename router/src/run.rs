@@ -587,8 +587,9 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
     )
 }
 
-/// Files of one rank that is followed in this process: sockets of events, and what they wait by.
-const RANK_FILES: u64 = 16;
+/// Files of one rank that is followed in this process: two connections, and pairs of sockets by which
+/// libzmq wakes the parts of a context and its four sockets.
+const RANK_FILES: u64 = 18;
 
 /// The connections that the limit of open files allows, on either side.
 fn fitting_connections(config: &Config, settings: &Settings) -> usize {

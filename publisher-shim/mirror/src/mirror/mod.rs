@@ -483,6 +483,9 @@ impl Mirror {
     /// Reads the memory that removals of these blocks need. Folding mostly waits for it, one block
     /// after the other; these reads depend on nothing and wait together.
     fn read_ahead_removals(&self, hashes: &[EngineHash]) {
+        if hashes.len() < 2 {
+            return;
+        }
         let mut known = [NodeId::NONE; READ_AHEAD_MAX];
         for (id, &hash) in known.iter_mut().zip(hashes) {
             *id = self.engine_hashes.node(hash).unwrap_or(NodeId::NONE);
@@ -494,6 +497,9 @@ impl Mirror {
 
     /// Likewise of stores at a position.
     fn read_ahead_stores(&self, blocks: &[StoreBlock<'_>], position: RunPosition) {
+        if blocks.len() < 2 {
+            return;
+        }
         let mut known = [NodeId::NONE; READ_AHEAD_MAX];
         for (id, block) in known.iter_mut().zip(blocks) {
             *id = self.engine_hashes.node(block.hash).unwrap_or(NodeId::NONE);

@@ -6,7 +6,7 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-/// Words of a table: 768 KiB, part of a core's own cache.
+/// Words of a table of 768 KiB: most fit into the own cache of a core that has one of 1 MiB.
 const SLOTS: usize = 16384;
 /// Texts that are encoded at a time with a table.
 const TABLES: usize = 4;
