@@ -153,7 +153,7 @@ pub enum InfoError {
 /// An engine's server: HTTP, and ZMQ sockets that one libzmq thread serves.
 pub struct VllmEngine {
     http: EngineHttp,
-    /// Not shared: its thread waits where a name is resolved and where a monitor is not read.
+    /// Not shared with other engines: its thread waits while it resolves a name.
     zmq: zmq::Context,
     /// The events come by HTTP.
     drain: Option<Arc<EventDrain>>,

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 use tracing::{debug, warn};
 use warmroute_proto::EngineSeq;
@@ -143,9 +144,68 @@ impl WatchedSocket {
     }
 }
 
+/// The monitor of a socket. It outlives the socket, which is closed in the background: libzmq
+/// reports on the thread of the context, and waits there without end for a monitor that was closed.
+struct SocketMonitor(Option<WatchedSocket>);
+
+impl SocketMonitor {
+    /// Monitors a socket that is not connected yet.
+    fn new(context: &zmq::Context, of: &zmq::Socket, name: &str) -> std::io::Result<Self> {
+        let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
+            | zmq::SocketEvent::DISCONNECTED.to_raw()
+            | zmq::SocketEvent::MONITOR_STOPPED.to_raw();
+        of.monitor(name, i32::from(events))?;
+        let monitor = context.socket(zmq::PAIR)?;
+        monitor.set_linger(0)?;
+        // The thread would wait for room as well.
+        monitor.set_rcvhwm(0)?;
+        monitor.connect(name)?;
+        WatchedSocket::new(monitor).map(|socket| Self(Some(socket)))
+    }
+
+    fn next(&self) -> Option<u16> {
+        self.0.as_ref().and_then(monitor_event)
+    }
+
+    async fn changed(&mut self) {
+        match &mut self.0 {
+            Some(socket) => socket.changed().await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for SocketMonitor {
+    fn drop(&mut self) {
+        // Without a runtime the process ends.
+        if let (Some(socket), Ok(runtime)) = (self.0.take(), Handle::try_current()) {
+            runtime.spawn(read_until_stopped(socket));
+        }
+    }
+}
+
+/// The number of a monitor's event, if there is one.
+fn monitor_event(socket: &WatchedSocket) -> Option<u16> {
+    let frames = socket.try_receive()?;
+    let event = frames.first().and_then(|frame| frame.first_chunk());
+    // Every event has a number.
+    Some(event.map_or(0, |raw| u16::from_ne_bytes(*raw)))
+}
+
+async fn read_until_stopped(mut socket: WatchedSocket) {
+    loop {
+        match monitor_event(&socket) {
+            Some(event) if event == zmq::SocketEvent::MONITOR_STOPPED.to_raw() => return,
+            Some(_) => {}
+            None => socket.changed().await,
+        }
+    }
+}
+
 struct Sockets {
     live: WatchedSocket,
-    monitor: WatchedSocket,
+    /// Dropped after the socket that it monitors.
+    monitor: SocketMonitor,
     replay: Option<WatchedSocket>,
     /// The replay whose end has not come.
     pending_replay: Option<ReplayId>,
@@ -166,12 +226,7 @@ impl Sockets {
         live.set_heartbeat_ivl(2000)?;
         live.set_heartbeat_timeout(6000)?;
         live.set_subscribe(b"")?;
-        let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
-            | zmq::SocketEvent::DISCONNECTED.to_raw();
-        live.monitor(name, i32::from(events))?;
-        let monitor = context.socket(zmq::PAIR)?;
-        monitor.set_linger(0)?;
-        monitor.connect(name)?;
+        let monitor = SocketMonitor::new(context, &live, name)?;
         if let Some(endpoint) = &endpoints.live {
             // An engine whose endpoint has no wildcard connects; the shim binds.
             if endpoint.contains('*') {
@@ -182,7 +237,7 @@ impl Sockets {
         }
         Ok(Self {
             live: WatchedSocket::new(live)?,
-            monitor: WatchedSocket::new(monitor)?,
+            monitor,
             replay: None,
             pending_replay: None,
             connections: 0,
@@ -203,10 +258,8 @@ impl Sockets {
     }
 
     fn read_monitor(&mut self, events: &mut Vec<EngineEvent>) {
-        while let Some(frames) = self.monitor.try_receive() {
-            let event = frames.first().and_then(|frame| frame.first_chunk::<2>());
-            let event = event.map(|raw| u16::from_ne_bytes(*raw));
-            if event == Some(zmq::SocketEvent::DISCONNECTED.to_raw()) {
+        while let Some(event) = self.monitor.next() {
+            if event == zmq::SocketEvent::DISCONNECTED.to_raw() {
                 self.connections = self.connections.saturating_sub(1);
                 // The replay socket's peer is the same process: a pending replay may never be answered.
                 self.replay = None;
@@ -215,7 +268,7 @@ impl Sockets {
                 if self.connections > 0 {
                     events.push(EngineEvent::Connected);
                 }
-            } else if event == Some(zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()) {
+            } else if event == zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() {
                 self.connections += 1;
                 events.push(EngineEvent::Connected);
             }

@@ -35,6 +35,9 @@ impl Listener {
     }
 }
 
+/// In most runs of so many one hangs if a monitor is closed with its socket.
+const ROUNDS: u64 = 300;
+
 fn publisher(engine: &zmq::Context, endpoint: &str) -> (zmq::Socket, String) {
     let socket = engine.socket(zmq::XPUB).unwrap();
     socket.set_linger(0).unwrap();
@@ -166,5 +169,35 @@ async fn answers_to_an_abandoned_replay_do_not_count_for_the_next_one() {
             panic!("{events:?}");
         };
         assert_eq!(frames[frames.len() - 2][..], seq.to_be_bytes());
+    }
+}
+
+/// libzmq reports the end of a connection to a socket's monitor on the thread that all sockets of a
+/// context share, and waits there for one that was closed.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_socket_that_closes_while_its_engine_ends_stops_no_other_rank() {
+    let context = zmq::Context::new();
+    let engine = zmq::Context::new();
+    let (other, bound) = publisher(&engine, "tcp://127.0.0.1:*");
+    let endpoints = |live: &str| Endpoints {
+        live: Some(live.to_owned()),
+        replay: None,
+    };
+    let feed = |name: &str, live: &str| Listener {
+        feed: ZmqFeed::new(context.clone(), name.to_owned(), endpoints(live)),
+        events: VecDeque::new(),
+    };
+    let mut kept = feed("kept", &bound);
+    kept.connected().await;
+    assert_eq!(other.recv_bytes(0).unwrap(), [1], "its subscription");
+    for round in 0..ROUNDS {
+        let (ending, bound) = publisher(&engine, "tcp://127.0.0.1:*");
+        let mut closing = feed(&format!("closing-{round}"), &bound);
+        closing.connected().await;
+        let ends = std::thread::spawn(move || drop(ending));
+        closing.feed.reconnect(endpoints(&bound));
+        ends.join().unwrap();
+        publish(&other, round, 1);
+        assert_eq!(kept.live().await, round);
     }
 }
