@@ -57,7 +57,7 @@ fn wanted() -> usize {
 }
 
 /// Files that the router keeps for the events of a rank.
-const RANK_FILES: u64 = 16;
+const RANK_FILES: u64 = 18;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connections_cost_little_and_the_oldest_yields_its_place() {
