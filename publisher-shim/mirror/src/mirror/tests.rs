@@ -463,6 +463,19 @@ fn seeds_are_inherited() {
     assert!(follower.mirror.held().contains(&pair));
 }
 
+/// Behind an unknown parent the seed is not known before the run reaches a block that is.
+#[test]
+fn seeds_are_inherited_from_a_known_block_within_a_run() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut root = run(None, &[1, 2]);
+    root.salt = Some("tenant-a".to_owned());
+    follower.apply(vec![CacheEvent::Stored(Box::new(root))]);
+    follower.apply(vec![stored(Some(99), &[2, 3])]);
+    let seed = Seed::new(None, Some("tenant-a"));
+    let third = (seeded_prefix(&[1, 2, 3], seed), Tier::Gpu);
+    assert!(follower.mirror.held().contains(&third));
+}
+
 /// From an engine's message: an adapter, a salt, an item over two blocks, and three in one.
 #[test]
 fn multimodal_blocks_have_the_names_that_routers_compute() {

@@ -36,7 +36,7 @@ struct CachedWord {
 const _: () = assert!(SLOTS * size_of::<CachedWord>() == 768 << 10);
 
 /// All bytes of a short word, followed by zeros, and its length.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 struct WordBytes {
     bytes: [u64; 3],
     len: u8,
