@@ -3,11 +3,15 @@
 //! The lock is held for single synchronous calls. Messages that a call writes wait in the core's
 //! ledger, in order and bounded; [`SharedCore::written`] wakes the task that sends them. A request
 //! that may still be moved has a [`MoveWatch`].
+//!
+//! What becomes of a slot ([`SlotSink::note`]) is not applied where it is noted: the next user of
+//! the lock applies it first. A request that ends waits for no decision, and the core's memory goes
+//! to its thread once less. The core is reached through the lock only, so no user sees a difference.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant as StdInstant};
 
 use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
@@ -21,12 +25,19 @@ use crate::route::{
 /// Between two ticks of the core's clock.
 const TICK: Duration = Duration::from_millis(250);
 
+/// Most events of slots that wait for the next user of the core. It applies them under the lock,
+/// which takes about 1 µs each.
+const NOTED_MAX: usize = 64;
+
 /// Frees its slot when it is dropped.
 pub(crate) type SlotHold = SlotGuard<SharedCore>;
 
 /// The decision core, shared by all tasks.
 pub struct SharedCore {
     core: Mutex<Core>,
+    /// Events of slots, with their times, that are not applied yet. At most [`NOTED_MAX`], and one
+    /// of each thread that is about to apply them.
+    noted: Mutex<VecDeque<(SlotEvent, StdInstant)>>,
     written: Notify,
     /// No other router can exist, so that no message is urgent.
     is_alone: AtomicBool,
@@ -60,6 +71,7 @@ impl SharedCore {
     pub fn new(core: Core) -> Arc<Self> {
         Arc::new(Self {
             core: Mutex::new(core),
+            noted: Mutex::new(VecDeque::with_capacity(NOTED_MAX)),
             written: Notify::new(),
             is_alone: AtomicBool::new(false),
             room: Notify::new(),
@@ -70,7 +82,22 @@ impl SharedCore {
 
     /// The core, for one call. Its calls are total: a panic under the lock leaves it usable.
     pub fn core(&self) -> MutexGuard<'_, Core> {
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut core = self.core.lock().unwrap_or_else(PoisonError::into_inner);
+        // Not those that are noted from here on, so that the lock is not held for them too.
+        let count = self.noted().len();
+        for _ in 0..count {
+            let Some((event, at)) = self.noted().pop_front() else {
+                break;
+            };
+            if let Err(error) = core.note(event, at) {
+                tracing::error!(%error, ?event, "cannot account a slot's event");
+            }
+        }
+        core
+    }
+
+    fn noted(&self) -> MutexGuard<'_, VecDeque<(SlotEvent, StdInstant)>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Chooses and accounts in one step. Returns a watch if the request may still be moved.
@@ -112,7 +139,7 @@ impl SharedCore {
     }
 
     /// Applies another router's message and wakes the watches of the slots that it crosses.
-    pub fn apply_remote(&self, message: &LoadMessage, now: std::time::Instant) {
+    pub fn apply_remote(&self, message: &LoadMessage, now: StdInstant) {
         let mut core = self.core();
         core.apply_remote(message, now);
         let crossed = core.take_crossed();
@@ -223,14 +250,21 @@ impl Drop for MoveWatch {
 impl SlotSink for SharedCore {
     fn note(&self, event: SlotEvent) {
         let now = Instant::now().into_std();
-        let noted = self.core().note(event, now);
+        let mut noted = self.noted();
+        noted.push_back((event, now));
+        let is_full = noted.len() >= NOTED_MAX;
+        drop(noted);
+        if is_full {
+            drop(self.core());
+        }
         if matches!(event, SlotEvent::End { .. }) {
             self.room_freed();
         }
-        match noted {
-            Ok(_) if event.is_urgent() => self.notify_written(),
-            Ok(_) => {}
-            Err(error) => tracing::error!(%error, ?event, "cannot account a slot's event"),
+        if event.is_urgent() {
+            self.notify_written();
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+use std::thread;
+
+use warmroute_proto::BlockSize;
+use warmroute_proto::load::SlotEnd;
+
+use super::*;
+use crate::route::{Health, Knobs, Prompt};
+use crate::testing::{ROUTER, core, worker_entry};
+
+fn shared() -> Arc<SharedCore> {
+    let mut core = core(ROUTER, Knobs::default());
+    core.set_workers(&[worker_entry("w", 16)]);
+    core.set_health(&"w".into(), Health::Healthy);
+    SharedCore::new(core)
+}
+
+fn admit(core: &Arc<SharedCore>) -> SlotHold {
+    let prompt = Prompt::opaque(100, BlockSize::new(16).unwrap());
+    let ask = RouteRequest {
+        model: "m",
+        prompt: &prompt,
+        exclude: &[],
+    };
+    let (admitted, _) = core.admit(&ask, None).unwrap();
+    SlotHold::new(Arc::clone(core), admitted.slot)
+}
+
+fn active(core: &SharedCore) -> u64 {
+    core.core().active_requests(&"w".into())
+}
+
+/// A note that waited for the lock would never return here.
+#[test]
+fn a_slots_end_waits_for_no_user_of_the_core_and_the_next_user_sees_it() {
+    let core = shared();
+    let (kept, ended) = (admit(&core), admit(&core));
+    let held = core.core();
+    ended.complete();
+    assert_eq!(held.active_requests(&"w".into()), 2);
+    drop(held);
+    assert_eq!(active(&core), 1);
+    drop(kept);
+    assert_eq!(active(&core), 0);
+}
+
+#[test]
+fn events_that_nobody_applies_are_bounded() {
+    let core = shared();
+    let mut slot = admit(&core);
+    for _ in 0..NOTED_MAX * 10 {
+        slot.grow(1);
+        assert!(core.noted().len() < NOTED_MAX);
+    }
+}
+
+#[test]
+fn slots_of_many_threads_are_all_freed() {
+    const THREADS: usize = 4;
+    const REQUESTS: usize = 2000;
+    let core = shared();
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                for _ in 0..REQUESTS {
+                    let mut slot = admit(&core);
+                    slot.first_token();
+                    slot.grow(2);
+                    slot.complete();
+                }
+            });
+        }
+    });
+    let state = core.core();
+    assert_eq!(state.active_requests(&"w".into()), 0);
+    assert_eq!(state.digest(ROUTER).count, 0);
+}
+
+#[test]
+fn the_end_of_a_slot_that_is_not_open_disturbs_no_other() {
+    let core = shared();
+    let slot = admit(&core);
+    let (counter, end) = (slot.counter() + 7, SlotEnd::Completed);
+    core.note(SlotEvent::End { counter, end });
+    assert_eq!(active(&core), 1);
+    drop(slot);
+    assert_eq!(active(&core), 0);
+}
