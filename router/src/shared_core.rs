@@ -5,8 +5,9 @@
 //! that may still be moved has a [`MoveWatch`].
 //!
 //! What becomes of a slot ([`SlotSink::note`]) is not applied where it is noted: the next user of
-//! the lock applies it first. A request that ends waits for no decision, and the core's memory goes
-//! to its thread once less. The core is reached through the lock only, so no user sees a difference.
+//! the lock applies it first. A request that ends waits for no decision unless many events wait, and
+//! the core's memory goes to its thread once less. The core is reached through the lock only, so no
+//! user sees a difference.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +28,7 @@ const TICK: Duration = Duration::from_millis(250);
 
 /// Most events of slots that wait for the next user of the core. It applies them under the lock,
 /// which takes about 1 µs each.
-const NOTED_MAX: usize = 64;
+const NOTED_MAX: usize = 16;
 
 /// Frees its slot when it is dropped.
 pub(crate) type SlotHold = SlotGuard<SharedCore>;

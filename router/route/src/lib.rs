@@ -33,9 +33,10 @@
 //! core.tick(now);                    // a few times a second
 //! ```
 //!
-//! A [`SlotSink`] locks the core, calls `core.note(event, now)` and wakes the sender of the
-//! ledger's messages. Own changes are applied through the bytes that are sent, so that this router
-//! and its peers agree. [`sync`] decides which message of a peer is passed to `core.apply_remote`.
+//! A [`SlotSink`] has `core.note(event, now)` called before any later call of the core, and wakes
+//! the sender of the ledger's messages. Own changes are applied through the bytes that are sent, so
+//! that this router and its peers agree. [`sync`] decides which message of a peer is passed to
+//! `core.apply_remote`.
 //!
 //! Deliberately absent: retries, timeouts and queues (the shell's), the index, and request content
 //! (a prompt is a list of hashes here).

@@ -35,8 +35,8 @@ impl SlotEvent {
     }
 }
 
-/// Records slot events: locks the core, applies the event, wakes the sender. Called from `drop`, so
-/// it must be short and cannot fail or panic.
+/// Records slot events, which the next user of the core sees applied, and wakes the sender. Called
+/// from `drop`, so it must be short and cannot fail or panic.
 pub trait SlotSink: Send + Sync {
     fn note(&self, event: SlotEvent);
 }

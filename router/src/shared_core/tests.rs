@@ -4,7 +4,7 @@ use warmroute_proto::BlockSize;
 use warmroute_proto::load::SlotEnd;
 
 use super::*;
-use crate::route::{Health, Knobs, Prompt};
+use crate::route::{CoreCounts, Health, Knobs, Prompt};
 use crate::testing::{ROUTER, core, worker_entry};
 
 fn shared() -> Arc<SharedCore> {
@@ -73,6 +73,9 @@ fn slots_of_many_threads_are_all_freed() {
     let state = core.core();
     assert_eq!(state.active_requests(&"w".into()), 0);
     assert_eq!(state.digest(ROUTER).count, 0);
+    let counts = state.counts();
+    assert_eq!(counts.freed.completed, (THREADS * REQUESTS) as u64);
+    assert_eq!(counts.ignored, CoreCounts::default().ignored);
 }
 
 #[test]
