@@ -81,7 +81,8 @@ impl SharedCore {
         })
     }
 
-    /// The core, for one call. Its calls are total: a panic under the lock leaves it usable.
+    /// The core, for one call, after all events of slots that were noted before. Its calls are total:
+    /// a panic under the lock leaves it usable.
     pub fn core(&self) -> MutexGuard<'_, Core> {
         let mut core = self.core.lock().unwrap_or_else(PoisonError::into_inner);
         // Not those that are noted from here on, so that the lock is not held for them too.

@@ -1,11 +1,15 @@
+use std::sync::mpsc;
 use std::thread;
 
-use warmroute_proto::BlockSize;
 use warmroute_proto::load::SlotEnd;
+use warmroute_proto::{BlockSize, Generation};
 
 use super::*;
 use crate::route::{CoreCounts, Health, Knobs, Prompt};
 use crate::testing::{ROUTER, core, worker_entry};
+
+/// Timeout of a broken test.
+const SOON: Duration = Duration::from_secs(60);
 
 fn shared() -> Arc<SharedCore> {
     let mut core = core(ROUTER, Knobs::default());
@@ -29,13 +33,17 @@ fn active(core: &SharedCore) -> u64 {
     core.core().active_requests(&"w".into())
 }
 
-/// A note that waited for the lock would never return here.
 #[test]
 fn a_slots_end_waits_for_no_user_of_the_core_and_the_next_user_sees_it() {
     let core = shared();
     let (kept, ended) = (admit(&core), admit(&core));
     let held = core.core();
-    ended.complete();
+    let (done, is_done) = mpsc::channel();
+    thread::spawn(move || {
+        ended.complete();
+        done.send(()).unwrap();
+    });
+    is_done.recv_timeout(SOON).unwrap();
     assert_eq!(held.active_requests(&"w".into()), 2);
     drop(held);
     assert_eq!(active(&core), 1);
@@ -44,13 +52,28 @@ fn a_slots_end_waits_for_no_user_of_the_core_and_the_next_user_sees_it() {
 }
 
 #[test]
-fn events_that_nobody_applies_are_bounded() {
+fn events_that_wait_for_a_user_are_bounded() {
     let core = shared();
     let mut slot = admit(&core);
     for _ in 0..NOTED_MAX * 10 {
         slot.grow(1);
         assert!(core.noted().len() < NOTED_MAX);
     }
+}
+
+#[test]
+fn what_was_noted_precedes_the_clock_and_a_new_incarnation() {
+    const LONG: Duration = Duration::from_secs(3600);
+    let core = shared();
+    let (mut begun, ended) = (admit(&core), admit(&core));
+    begun.first_token();
+    ended.complete();
+    core.core().tick(Instant::now().into_std() + LONG);
+    assert_eq!(core.core().counts().stalls, 0);
+    begun.complete();
+    core.core().begin(Generation(2));
+    assert_eq!(core.core().digest(ROUTER).count, 0);
+    assert_eq!(core.core().counts().ignored, CoreCounts::default().ignored);
 }
 
 #[test]
