@@ -18,6 +18,7 @@ use reqwest::Url;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tower::{BoxError, Service};
+use warmroute_process::server::{ConnectionFile, ConnectionFiles};
 use warmroute_process::tls::{EngineTls, socket_of};
 
 use crate::engine_clients::SocketRule;
@@ -87,12 +88,23 @@ pub(crate) struct EngineConnector(Arc<ConnectRules>);
 struct ConnectRules {
     tcp: HttpsConnector<HttpConnector>,
     settings: Arc<LiveSettings>,
-    /// Called when a connection is open.
-    on_connected: fn(),
+    opening: ConnectionOpening,
+}
+
+/// What a new connection brings about.
+pub(crate) struct ConnectionOpening {
+    /// Counts it.
+    pub files: ConnectionFiles,
+    /// Called when it is open.
+    pub on_connected: fn(),
 }
 
 impl EngineConnector {
-    pub(crate) fn new(tls: &EngineTls, settings: Arc<LiveSettings>, on_connected: fn()) -> Self {
+    pub(crate) fn new(
+        tls: &EngineTls,
+        settings: Arc<LiveSettings>,
+        opening: ConnectionOpening,
+    ) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
@@ -104,7 +116,7 @@ impl EngineConnector {
         Self(Arc::new(ConnectRules {
             tcp: HttpsConnector::new(tcp, tls.config(), false, names),
             settings,
-            on_connected,
+            opening,
         }))
     }
 }
@@ -122,31 +134,35 @@ impl Service<Uri> for EngineConnector {
         let rules = Arc::clone(&self.0);
         Box::pin(async move {
             let time_max = rules.settings.current().connect_timeout();
+            let file = rules.opening.files.take();
             let connected = timeout(time_max, rules.connect(uri)).await;
-            let connected = connected.map_err(io::Error::from)??;
-            (rules.on_connected)();
-            Ok(connected)
+            let io = connected.map_err(io::Error::from)??;
+            (rules.opening.on_connected)();
+            Ok(EngineStream { io, _file: file })
         })
     }
 }
 
 impl ConnectRules {
-    async fn connect(&self, uri: Uri) -> Result<EngineStream, BoxError> {
+    async fn connect(&self, uri: Uri) -> Result<Pin<Box<dyn EngineIo>>, BoxError> {
         match socket_path(&uri) {
             Some(path) => {
                 let stream = UnixStream::connect(path).await?;
-                Ok(EngineStream(Box::pin(TokioIo::new(stream))))
+                Ok(Box::pin(TokioIo::new(stream)))
             }
             None => match self.tcp.clone().call(uri).await? {
-                MaybeHttpsStream::Http(stream) => Ok(EngineStream(Box::pin(stream))),
-                MaybeHttpsStream::Https(stream) => Ok(EngineStream(Box::pin(stream))),
+                MaybeHttpsStream::Http(stream) => Ok(Box::pin(stream)),
+                MaybeHttpsStream::Https(stream) => Ok(Box::pin(stream)),
             },
         }
     }
 }
 
 /// An open connection to an engine.
-pub(crate) struct EngineStream(Pin<Box<dyn EngineIo>>);
+pub(crate) struct EngineStream {
+    io: Pin<Box<dyn EngineIo>>,
+    _file: ConnectionFile,
+}
 
 trait EngineIo: Read + Write + Send {}
 
@@ -164,7 +180,7 @@ impl Read for EngineStream {
         context: &mut Context<'_>,
         buffer: ReadBufCursor<'_>,
     ) -> Poll<io::Result<()>> {
-        self.0.as_mut().poll_read(context, buffer)
+        self.io.as_mut().poll_read(context, buffer)
     }
 }
 
@@ -174,19 +190,19 @@ impl Write for EngineStream {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.0.as_mut().poll_write(context, bytes)
+        self.io.as_mut().poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.0.as_mut().poll_flush(context)
+        self.io.as_mut().poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.0.as_mut().poll_shutdown(context)
+        self.io.as_mut().poll_shutdown(context)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.0.is_write_vectored()
+        self.io.is_write_vectored()
     }
 
     fn poll_write_vectored(
@@ -194,7 +210,7 @@ impl Write for EngineStream {
         context: &mut Context<'_>,
         parts: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.0.as_mut().poll_write_vectored(context, parts)
+        self.io.as_mut().poll_write_vectored(context, parts)
     }
 }
 

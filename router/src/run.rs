@@ -18,8 +18,8 @@ use uuid::Uuid;
 use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
 use warmroute_process::connection_threads::{self, ConnectionThreads};
 use warmroute_process::listen::bind;
-use warmroute_process::open_files;
-use warmroute_process::server::{ClientRules, Http2, Server, Shutdown};
+use warmroute_process::open_files::FileShares;
+use warmroute_process::server::{ClientRules, ConnectionFiles, Http2, Server, Shutdown};
 use warmroute_process::signals::{self, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::subject::Subjects;
@@ -43,7 +43,7 @@ use crate::journal::Journal;
 use crate::live_page::{self, LiveSampler};
 use crate::metrics::Metrics;
 use crate::proxy::{
-    self, App, BodyBudget, EngineClient, HeldRequests, PromptPool, StoredResponses,
+    self, App, BodyBudget, EngineClient, EngineFiles, HeldRequests, PromptPool, StoredResponses,
 };
 use crate::ready::{Ready, notice};
 use crate::recorder::Recorder;
@@ -148,8 +148,14 @@ impl Running {
         };
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
-        let fitting = fitting_connections(&config, &settings.current());
-        let engines = engine_client(&config, &settings, &metrics, fitting)?;
+        let shares = file_shares(&config, &settings.current());
+        let evicted = metrics.connections().evicted.clone();
+        let files = ConnectionFiles::new(shares.connections, evicted);
+        let engine_files = EngineFiles {
+            requests_max: shares.requests,
+            connections: files.clone(),
+        };
+        let engines = engine_client(&config, &settings, &metrics, engine_files)?;
         let threads = ConnectionThreads::start(config.threads.connections);
         let threads = threads.context("starting the threads for requests")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
@@ -182,22 +188,24 @@ impl Running {
             clients,
             operators: Port::default(),
         };
-        let server = |listener, router, connections_max, clients| Server {
+        let server = |listener, router, connections_max, files, clients| Server {
             listener,
             router,
             connections_max,
+            files,
             connections: running.app.metrics.connections().clone(),
             clients,
         };
         let settings = &running.app.settings;
-        let connections_max = fitting.min(config.limits.connections);
+        let connections_max = shares.clients.min(config.limits.connections);
         let rules = public_rules(settings);
-        let public = server(public, proxy::router(app), connections_max, rules);
+        let public = server(public, proxy::router(app), connections_max, files, rules);
         running.clients.serve(&tasks, "public", public);
         let access = admin_access(settings, addresses.admin);
         let router = admin_routes.guarded(&access);
         let rules = admin_rules(settings);
-        let admin = server(admin, router, ADMIN_CONNECTIONS_MAX, rules);
+        let files = ConnectionFiles::default();
+        let admin = server(admin, router, ADMIN_CONNECTIONS_MAX, files, rules);
         running.operators.serve(&background, "admin", admin);
         Ok(running)
     }
@@ -592,39 +600,33 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
 const RANK_FILES: u64 = 18;
 
 /// The connections that the limit of open files allows, on either side.
-fn fitting_connections(config: &Config, settings: &Settings) -> usize {
+fn file_shares(config: &Config, settings: &Settings) -> FileShares {
     let workers = config.workers.iter().chain(&settings.workers);
     let ranks: u64 = workers.map(|worker| u64::from(worker.ranks.get())).sum();
     let threads = connection_threads::FILES * config.threads.connections as u64;
-    let fitting = open_files::connections_max(RANK_FILES * ranks + threads);
-    if fitting < config.limits.connections {
+    let shares = FileShares::beside(RANK_FILES * ranks + threads);
+    if shares.clients < config.limits.connections {
         tracing::warn!(
-            connections = fitting,
+            connections = shares.clients,
             "the limit of open files allows fewer client connections than --max-connections"
         );
     }
-    fitting
+    shares
 }
 
 fn engine_client(
     config: &Config,
     settings: &Arc<LiveSettings>,
     metrics: &Arc<Metrics>,
-    requests_max: usize,
+    files: EngineFiles,
 ) -> anyhow::Result<EngineClient> {
     let sockets = match config.nats {
         Some(_) => SocketRule::Refused,
         None => SocketRule::Allowed,
     };
     let threads = config.threads.connections;
-    EngineClient::new(
-        settings,
-        Arc::clone(metrics),
-        requests_max,
-        sockets,
-        threads,
-    )
-    .context("setting up the HTTP client")
+    EngineClient::new(settings, Arc::clone(metrics), files, sockets, threads)
+        .context("setting up the HTTP client")
 }
 
 /// The settings in force, and their watcher.

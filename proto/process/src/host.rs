@@ -6,7 +6,7 @@ use tokio::net::TcpListener;
 use tokio::time::{Duration, timeout};
 use tokio_util::task::TaskTracker;
 
-use crate::server::{ClientRules, ConnectionMetrics, Server, Shutdown};
+use crate::server::{ClientRules, ConnectionFiles, ConnectionMetrics, Server, Shutdown};
 use crate::signals::Signals;
 use crate::tasks::Tasks;
 
@@ -33,6 +33,7 @@ pub async fn run(
         listener,
         router,
         connections_max: CONNECTIONS_MAX,
+        files: ConnectionFiles::default(),
         connections: ConnectionMetrics::hidden().context("counting connections")?,
         clients: ClientRules {
             write_timeout: Some(WRITE_TIMEOUT),

@@ -1,4 +1,5 @@
-//! The limit of open files: a proxied request needs two, one to its client and one to its engine.
+//! The limit of open files: a proxied request needs two, one to its client and one to its engine; an
+//! idle client needs one.
 
 use std::io;
 
@@ -13,7 +14,7 @@ pub fn raise_limit() {
         current: maximum,
         maximum,
     };
-    // The old limit stays in force; [`connections_max`] shows it.
+    // The old limit stays in force; [`FileShares`] shows it.
     setrlimit(Resource::Nofile, raised).unwrap_or_default();
 }
 
@@ -23,14 +24,34 @@ const RESERVE: u64 = 128;
 /// One file of so many is for the checks of workers, whose number is not known at the start.
 const CHECKS_SHARE: u64 = 16;
 
-/// So many connections fit into the limit, each with a file of its own and one to an engine, beside
-/// `others` files.
-#[must_use]
-pub fn connections_max(others: u64) -> usize {
-    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let reserved = RESERVE.saturating_add(limit / CHECKS_SHARE);
-    let free = limit.saturating_sub(reserved.saturating_add(others));
-    usize::try_from(free / 2).unwrap_or(usize::MAX).max(1)
+/// One file of so many is for engines, even if clients hold all that they may.
+const ENGINES_SHARE: u64 = 8;
+
+/// What the limit of open files allows a proxy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileShares {
+    /// Files of connections to clients and to engines together.
+    pub connections: usize,
+    /// Connections to clients.
+    pub clients: usize,
+    /// Requests in flight, each with a connection on either side.
+    pub requests: usize,
+}
+
+impl FileShares {
+    /// Beside `others` files.
+    #[must_use]
+    pub fn beside(others: u64) -> Self {
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let reserved = RESERVE.saturating_add(limit / CHECKS_SHARE);
+        let free = limit.saturating_sub(reserved.saturating_add(others));
+        let count = |files| usize::try_from(files).unwrap_or(usize::MAX).max(1);
+        Self {
+            connections: count(free),
+            clients: count(free - free / ENGINES_SHARE),
+            requests: count(free / 2),
+        }
+    }
 }
 
 /// This process, or the system, has as many open files as it may.
@@ -45,13 +66,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_get_half_of_what_others_leave() {
+    fn clients_get_most_of_what_others_leave_and_requests_half() {
         raise_limit();
         let limit = getrlimit(Resource::Nofile).current.unwrap();
-        let connections = |others| connections_max(others) as u64;
         let free = limit - RESERVE - limit / CHECKS_SHARE;
-        assert_eq!(connections(0), free / 2);
-        assert_eq!(connections(free - 10), 5);
-        assert_eq!(connections(u64::MAX), 1);
+        let shares = |others| {
+            let shares = FileShares::beside(others);
+            [shares.connections, shares.clients, shares.requests].map(|count| count as u64)
+        };
+        assert_eq!(shares(0), [free, free - free / 8, free / 2]);
+        assert_eq!(shares(free - 16), [16, 14, 8]);
+        assert_eq!(shares(u64::MAX), [1; 3]);
     }
 }

@@ -13,6 +13,7 @@
 //! beyond `PROBE_CONNECTIONS_MAX` probes in flight they are closed. A connection counts from its
 //! beginning: a TLS handshake is part of it, and such a connection is idle.
 
+mod files;
 mod idle;
 mod protocol;
 mod seldom;
@@ -41,6 +42,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use files::{ConnectionFile, ConnectionFiles};
 use idle::{ArrivingBody, ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
 use protocol::{Protocol, StreamExecutor};
 use seldom::Seldom;
@@ -143,6 +145,8 @@ pub struct Server {
     pub listener: TcpListener,
     pub router: Router,
     pub connections_max: usize,
+    /// Shared with the connections to engines.
+    pub files: ConnectionFiles,
     pub connections: ConnectionMetrics,
     pub clients: ClientRules,
 }
@@ -282,13 +286,17 @@ impl Server {
             listener,
             router,
             connections_max,
+            files,
             connections,
             clients,
         } = self;
-        let regular = ConnectionSlots::new(ConnectionRole::Regular, connections_max);
+        let regular = ConnectionSlots {
+            idle: Arc::clone(files.idle()),
+            ..ConnectionSlots::new(ConnectionRole::Regular, connections_max)
+        };
         let probes = ConnectionSlots::new(ConnectionRole::ProbesOnly, PROBE_CONNECTIONS_MAX);
         let begin = |stream, slot| {
-            let open = OpenConnection::new(slot, connections.open.clone());
+            let open = OpenConnection::new(slot, files.take(), connections.open.clone());
             let served = ServedConnection {
                 open,
                 router: router.clone(),
@@ -370,16 +378,18 @@ struct OpenConnection {
     role: ConnectionRole,
     activity: Arc<ConnectionActivity>,
     _permit: OwnedSemaphorePermit,
+    _file: ConnectionFile,
     gauge: IntGauge,
 }
 
 impl OpenConnection {
-    fn new(slot: ConnectionSlot, gauge: IntGauge) -> Self {
+    fn new(slot: ConnectionSlot, file: ConnectionFile, gauge: IntGauge) -> Self {
         gauge.inc();
         Self {
             role: slot.role,
             activity: ConnectionActivity::new(slot.idle),
             _permit: slot.permit,
+            _file: file,
             gauge,
         }
     }

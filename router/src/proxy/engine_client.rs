@@ -25,11 +25,14 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
 use warmroute_process::connection_threads::current_number;
+use warmroute_process::server::ConnectionFiles;
 use warmroute_process::tls::EngineTls;
 
 use super::images::ImageRenders;
 use crate::engine_clients::{EngineClients, SocketRule};
-use crate::engine_connector::{AddressError, EngineConnector, engine_uri, names_socket};
+use crate::engine_connector::{
+    AddressError, ConnectionOpening, EngineConnector, engine_uri, names_socket,
+};
 use crate::engine_error::is_closed;
 use crate::engine_keys::EngineKeys;
 use crate::metrics::{Metrics, RetryReason};
@@ -63,6 +66,22 @@ enum EngineConnection {
     Reused,
 }
 
+/// The files that requests may use.
+pub(crate) struct EngineFiles {
+    pub requests_max: usize,
+    pub connections: ConnectionFiles,
+}
+
+#[cfg(test)]
+impl From<usize> for EngineFiles {
+    fn from(requests_max: usize) -> Self {
+        Self {
+            requests_max,
+            connections: ConnectionFiles::default(),
+        }
+    }
+}
+
 #[derive(Clone)]
 pub(crate) struct EngineClient {
     /// The pool of each thread that serves connections, after that of all other threads: a
@@ -85,13 +104,17 @@ impl EngineClient {
     pub(crate) fn new(
         settings: &Arc<LiveSettings>,
         metrics: Arc<Metrics>,
-        requests_max: usize,
+        files: EngineFiles,
         sockets: SocketRule,
         connection_threads: usize,
     ) -> anyhow::Result<Self> {
         let live = Arc::clone(settings);
         let tls = EngineTls::new(move || live.current().engine_authorities())?;
-        let connector = EngineConnector::new(&tls, Arc::clone(settings), note_new_connection);
+        let opening = ConnectionOpening {
+            files: files.connections,
+            on_connected: note_new_connection,
+        };
+        let connector = EngineConnector::new(&tls, Arc::clone(settings), opening);
         let client = |idle_connections_max| {
             legacy::Client::builder(TokioExecutor::new())
                 .timer(TokioTimer::new())
@@ -120,7 +143,9 @@ impl EngineClient {
             tls,
             keys: EngineKeys::default(),
             metrics,
-            files: Arc::new(Semaphore::new(requests_max.min(Semaphore::MAX_PERMITS))),
+            files: Arc::new(Semaphore::new(
+                files.requests_max.min(Semaphore::MAX_PERMITS),
+            )),
             renders: Arc::default(),
         })
     }
@@ -259,7 +284,8 @@ mod tests {
         assert!(held.len() < 64, "the queue has no bound");
         let settings = LiveSettings::new(Settings::default());
         let metrics = Arc::new(Metrics::new().unwrap());
-        let client = EngineClient::new(&settings, metrics, 8, SocketRule::Allowed, 0).unwrap();
+        let client =
+            EngineClient::new(&settings, metrics, 8.into(), SocketRule::Allowed, 0).unwrap();
         for millis in [250, 700] {
             let text = format!("connect_timeout_ms = {millis}");
             settings.replace(Settings::parse(&text).unwrap());

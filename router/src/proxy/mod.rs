@@ -37,7 +37,7 @@ use axum::http::request::Parts;
 use warmroute_process::blocking;
 
 pub(crate) use body::BodyBudget;
-pub(crate) use engine_client::EngineClient;
+pub(crate) use engine_client::{EngineClient, EngineFiles};
 pub(crate) use prompt_pool::PromptPool;
 pub(crate) use routes::router;
 pub(crate) use stored::StoredResponses;

@@ -49,6 +49,7 @@ async fn serve_ruled(
             .route("/late", get(late))
             .route("/body", post(|_: Bytes| async { "read" })),
         connections_max,
+        files: ConnectionFiles::default(),
         connections: connections.clone(),
         clients,
     };
@@ -387,6 +388,7 @@ async fn little_of_an_unread_answer_is_taken_from_its_source() {
         listener,
         router: Router::new().route("/", get(endless)),
         connections_max: 4,
+        files: ConnectionFiles::default(),
         connections: ConnectionMetrics::hidden().unwrap(),
         clients: ClientRules::default(),
     };
@@ -540,6 +542,7 @@ async fn connections_are_spread_over_their_threads_and_stay_there() {
         listener,
         router: Router::new().route("/", get(number)),
         connections_max: 16,
+        files: ConnectionFiles::default(),
         connections: ConnectionMetrics::hidden().unwrap(),
         clients: ClientRules::default(),
     };

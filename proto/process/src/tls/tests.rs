@@ -30,7 +30,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use super::*;
-use crate::server::{ClientRules, ConnectionMetrics, Http2, Server, Shutdown};
+use crate::server::{ClientRules, ConnectionFiles, ConnectionMetrics, Http2, Server, Shutdown};
 use certificates::{Authority, PemPair};
 
 /// A folder that ends with its test.
@@ -82,6 +82,7 @@ impl Port {
                 .route("/", get(|| async { "served" }))
                 .route("/events", get(events)),
             connections_max,
+            files: ConnectionFiles::default(),
             connections: connections.clone(),
             clients: ClientRules {
                 http2: Http2::Offered,

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
-use warmroute_process::server::{ClientRules, Server, Shutdown};
+use warmroute_process::server::{ClientRules, ConnectionFiles, Server, Shutdown};
 use warmroute_proto::load::LoadMessage;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
@@ -611,8 +611,14 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: EngineClient::new(&settings, Arc::clone(&metrics), 64, SocketRule::Allowed, 0)
-                .unwrap(),
+            engines: EngineClient::new(
+                &settings,
+                Arc::clone(&metrics),
+                64.into(),
+                SocketRule::Allowed,
+                0,
+            )
+            .unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
             tenants: Arc::new(Tenants::new(
@@ -838,6 +844,7 @@ async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -
         listener,
         router: router(Arc::clone(app)),
         connections_max: limits().connections,
+        files: ConnectionFiles::default(),
         connections: app.metrics.connections().clone(),
         clients: ClientRules::default(),
     };
