@@ -149,13 +149,8 @@ impl Running {
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
         let shares = file_shares(&config, &settings.current());
-        let evicted = metrics.connections().evicted.clone();
-        let files = ConnectionFiles::new(shares.connections, evicted);
-        let engine_files = EngineFiles {
-            requests_max: shares.requests,
-            connections: files.clone(),
-        };
-        let engines = engine_client(&config, &settings, &metrics, engine_files)?;
+        let files = engine_files(&metrics, shares);
+        let engines = engine_client(&config, &settings, &metrics, &files)?;
         let threads = ConnectionThreads::start(config.threads.connections);
         let threads = threads.context("starting the threads for requests")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
@@ -199,7 +194,8 @@ impl Running {
         let settings = &running.app.settings;
         let connections_max = shares.clients.min(config.limits.connections);
         let rules = public_rules(settings);
-        let public = server(public, proxy::router(app), connections_max, files, rules);
+        let (files, router) = (files.connections, proxy::router(app));
+        let public = server(public, router, connections_max, files, rules);
         running.clients.serve(&tasks, "public", public);
         let access = admin_access(settings, addresses.admin);
         let router = admin_routes.guarded(&access);
@@ -599,6 +595,14 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
 /// libzmq wakes the parts of a context and its four sockets.
 const RANK_FILES: u64 = 18;
 
+fn engine_files(metrics: &Metrics, shares: FileShares) -> EngineFiles {
+    let evicted = metrics.connections().evicted.clone();
+    EngineFiles {
+        requests_max: shares.requests,
+        connections: ConnectionFiles::new(shares.connections, evicted),
+    }
+}
+
 /// The connections that the limit of open files allows, on either side.
 fn file_shares(config: &Config, settings: &Settings) -> FileShares {
     let workers = config.workers.iter().chain(&settings.workers);
@@ -618,15 +622,21 @@ fn engine_client(
     config: &Config,
     settings: &Arc<LiveSettings>,
     metrics: &Arc<Metrics>,
-    files: EngineFiles,
+    files: &EngineFiles,
 ) -> anyhow::Result<EngineClient> {
     let sockets = match config.nats {
         Some(_) => SocketRule::Refused,
         None => SocketRule::Allowed,
     };
-    let threads = config.threads.connections;
-    EngineClient::new(settings, Arc::clone(metrics), files, sockets, threads)
-        .context("setting up the HTTP client")
+    let (metrics, files) = (Arc::clone(metrics), files.clone());
+    EngineClient::new(
+        settings,
+        metrics,
+        files,
+        sockets,
+        config.threads.connections,
+    )
+    .context("setting up the HTTP client")
 }
 
 /// The settings in force, and their watcher.

@@ -54,7 +54,9 @@ const HEADER_ENTRY: usize = 100;
 
 /// The budget for the bytes of all requests, charged as they arrive, and of prompt work.
 #[derive(Clone)]
-pub(crate) struct BodyBudget {
+pub(crate) struct BodyBudget(Arc<BudgetState>);
+
+struct BudgetState {
     common: Arc<Semaphore>,
     common_bytes: usize,
     /// For small bodies while the common part is used up.
@@ -127,7 +129,7 @@ impl BodyBudget {
         // The largest body fits into the common part.
         let spare = total.saturating_sub(limits.body_bytes);
         let reserve = (total / RESERVE_DIVISOR).min(spare);
-        Self {
+        Self(Arc::new(BudgetState {
             common: Arc::new(Semaphore::new(total - reserve)),
             common_bytes: total - reserve,
             reserve: Arc::new(Semaphore::new(reserve)),
@@ -136,7 +138,7 @@ impl BodyBudget {
             discards: Arc::new(Semaphore::new(DISCARDS_MAX)),
             tasks,
             force,
-        }
+        }))
     }
 
     /// Reads the whole body of a request whose head has `head` bytes. An encoded body is refused: the
@@ -150,7 +152,7 @@ impl BodyBudget {
         let mut pieces = body.into_data_stream();
         let read = match content_length(headers) {
             _ if is_encoded(headers) => Err(ProxyError::BodyEncoded),
-            Some(length) if length > self.body_max as u64 => Err(self.too_large()),
+            Some(length) if length > self.0.body_max as u64 => Err(self.too_large()),
             length => self.collect(&mut pieces, head, length).await,
         };
         match &read {
@@ -191,7 +193,7 @@ impl BodyBudget {
         buffer.extend_from_slice(&first);
         drop(first);
         while let Some(piece) = self.next(pieces, &mut pace, &share).await? {
-            if buffer.len() + piece.len() > self.body_max {
+            if buffer.len() + piece.len() > self.0.body_max {
                 return Err(self.too_large());
             }
             self.take(&mut share, piece.len())?;
@@ -211,7 +213,9 @@ impl BodyBudget {
             let deadline = piece_end.min(pace.body_end).min(pace.window_end);
             let piece = match timeout_at(deadline, pieces.next()).await {
                 Ok(None) => return Ok(None),
-                Ok(Some(Ok(piece))) if piece.len() > self.body_max => return Err(self.too_large()),
+                Ok(Some(Ok(piece))) if piece.len() > self.0.body_max => {
+                    return Err(self.too_large());
+                }
                 Ok(Some(Ok(piece))) => Some(piece),
                 Ok(Some(Err(error))) => {
                     let why = format!("The request body broke off: {error}");
@@ -242,7 +246,7 @@ impl BodyBudget {
             reserved: None,
             head: 0,
             size,
-            held: self.held.clone(),
+            held: self.0.held.clone(),
         }
     }
 
@@ -255,12 +259,12 @@ impl BodyBudget {
 
     #[cfg(test)]
     pub(super) fn free_bytes(&self) -> usize {
-        self.common.available_permits()
+        self.0.common.available_permits()
     }
 
     /// Bytes for what a request can do without; `None` unless more than half of the budget is free.
     pub(super) fn charge_spare(&self, bytes: usize) -> Option<BudgetShare> {
-        let is_spare = self.common.available_permits() > self.common_bytes / 2;
+        let is_spare = self.0.common.available_permits() > self.0.common_bytes / 2;
         is_spare.then(|| self.charge(bytes)).flatten()
     }
 
@@ -281,29 +285,31 @@ impl BodyBudget {
         match share.size {
             BodySize::Large => {
                 let reserved = share.reserved.as_ref().map_or(0, |p| p.num_permits());
-                let more = acquire(&self.common, reserved + bytes)?;
+                let more = acquire(&self.0.common, reserved + bytes)?;
                 merge(&mut share.common, more);
                 share.reserved = None;
             }
-            BodySize::Small => match acquire(&self.common, bytes) {
+            BodySize::Small => match acquire(&self.0.common, bytes) {
                 Ok(more) => merge(&mut share.common, more),
-                Err(_) => merge(&mut share.reserved, acquire(&self.reserve, bytes)?),
+                Err(_) => merge(&mut share.reserved, acquire(&self.0.reserve, bytes)?),
             },
         }
         share.held.add(i64::try_from(bytes).unwrap_or(i64::MAX));
         Ok(())
     }
 
-    const fn too_large(&self) -> ProxyError {
-        ProxyError::TooLarge { max: self.body_max }
+    fn too_large(&self) -> ProxyError {
+        ProxyError::TooLarge {
+            max: self.0.body_max,
+        }
     }
 
     fn discard(&self, mut pieces: BodyDataStream) {
-        let Ok(permit) = Arc::clone(&self.discards).try_acquire_owned() else {
+        let Ok(permit) = Arc::clone(&self.0.discards).try_acquire_owned() else {
             return;
         };
-        let force = self.force.clone();
-        self.tasks.spawn(async move {
+        let force = self.0.force.clone();
+        self.0.tasks.spawn(async move {
             let all = async { while let Some(Ok(_)) = pieces.next().await {} };
             tokio::select! {
                 ended = timeout(DISCARD_MAX, all) => drop(ended),

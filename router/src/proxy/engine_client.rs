@@ -67,6 +67,7 @@ enum EngineConnection {
 }
 
 /// The files that requests may use.
+#[derive(Clone)]
 pub(crate) struct EngineFiles {
     pub requests_max: usize,
     pub connections: ConnectionFiles,

@@ -43,10 +43,6 @@ const MEMORY_OF_BYTE_MAX: usize = 12;
 /// ... unless they are small.
 const MEMORY_ALLOWED: usize = 8 << 20;
 
-/// Memory for each token id of a client until its prompt is hashed: a list that grows, its copy, and
-/// the ids as bytes.
-const MEMORY_OF_ID: usize = 16;
-
 /// Largest text that is compared with the reference encoder.
 const SAMPLE_BYTES_MAX: usize = 64 << 10;
 
@@ -242,12 +238,12 @@ pub(super) fn begin(
     inputs: &PlanInputs,
     limits: &WorkLimits<'_>,
 ) -> Result<Planning, ProxyError> {
-    let mut ids_memory = None;
-    let mut parsed = openai::parse_admitted(route, body, &mut |ids| match limits.budget {
-        _ if inputs.work == PromptWork::Skip => ids == 0,
-        Some(budget) if ids > 0 => {
-            ids_memory = budget.charge(ids.saturating_mul(MEMORY_OF_ID));
-            ids_memory.is_some()
+    let mut parse_memory = None;
+    let mut parsed = openai::parse_admitted(route, body, &mut |bytes| match limits.budget {
+        _ if inputs.work == PromptWork::Skip => bytes == 0,
+        Some(budget) if bytes > 0 => {
+            parse_memory = budget.charge(bytes);
+            parse_memory.is_some()
         }
         Some(_) | None => true,
     })?;
@@ -568,7 +564,7 @@ fn token_source(
             PromptList::Texts(texts) => {
                 let bytes: usize = texts.iter().map(|text| text.len()).sum();
                 let loaded = Arc::clone(tokenizer()?);
-                let size = PromptSize { bytes, values: 0 };
+                let size = PromptSize::new(&loaded.tokenizer, bytes, 0);
                 let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
                 Ok(TokenSource::Texts {
                     loaded,
@@ -580,10 +576,7 @@ fn token_source(
         },
         openai::PromptSource::Chat(parts) => {
             let loaded = Arc::clone(tokenizer()?);
-            let size = PromptSize {
-                bytes: parts.bytes(),
-                values: parts.values_max(),
-            };
+            let size = PromptSize::new(&loaded.tokenizer, parts.bytes(), parts.values_max());
             let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
             let text = loaded.tokenizer.templates().and_then(|templates| {
                 templates.render_within(parts, inputs.now, limits.of_rendering())
@@ -611,9 +604,19 @@ struct PromptSize {
     bytes: usize,
     /// JSON values that a template reads.
     values: usize,
+    /// Of the encoder, beside the prompt's bytes and ids.
+    step_memory: usize,
 }
 
 impl PromptSize {
+    fn new(tokenizer: &Tokenizer, bytes: usize, values: usize) -> Self {
+        Self {
+            bytes,
+            values,
+            step_memory: tokenizer.step_memory(bytes),
+        }
+    }
+
     /// Charges the memory that the prompt takes until its tokens are hashed.
     fn admit(
         &self,
@@ -629,7 +632,7 @@ impl PromptSize {
         if memory > memory_max.max(MEMORY_ALLOWED) {
             return Err(NO_MEMORY);
         }
-        let charged = memory.max(memory_max);
+        let charged = memory.max(memory_max).saturating_add(self.step_memory);
         let charge = |budget: &BodyBudget| budget.charge(charged).ok_or(NO_MEMORY);
         limits.budget.map(charge).transpose()
     }

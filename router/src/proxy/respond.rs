@@ -14,9 +14,11 @@ use super::explanation::{Explanation, name_without_address};
 use super::forward::EngineAnswer;
 use super::headers;
 use super::resume::ResumableAnswer;
-use super::stream::{BodyWatch, Flight, FlightProgress, OnUsage, TrackedBody};
+use super::stream::{BodyWatch, Flight, FlightProgress, KeptAnswer, OnUsage, TrackedBody};
 use crate::openai::StreamObserver;
 use crate::route::Decision;
+
+const EVENTS: &str = "text/event-stream";
 
 /// Takes the first bytes of an answer's body.
 pub(super) type OnBeginning = Box<dyn FnOnce(&[u8]) + Send>;
@@ -36,7 +38,7 @@ pub(super) fn respond(
     answer: EngineAnswer,
     readers: AnswerReaders,
 ) -> Response {
-    let watch = watch(answer.head.response.headers());
+    let watch = watch(app, answer.head.response.headers());
     watched(app, call, answer, readers, watch)
 }
 
@@ -88,19 +90,24 @@ fn watched(
 
 /// A stream of events without a length.
 pub(super) fn is_open_stream(status: StatusCode, headers: &HeaderMap) -> bool {
-    let is_events = matches!(watch(headers), BodyWatch::Events(_));
-    status == StatusCode::OK && is_events && !headers.contains_key(header::CONTENT_LENGTH)
+    status == StatusCode::OK
+        && read_type(headers).starts_with(EVENTS)
+        && !headers.contains_key(header::CONTENT_LENGTH)
 }
 
-fn watch(headers: &HeaderMap) -> BodyWatch {
+/// The type of an answer that can be read; empty for an encoded one.
+fn read_type(headers: &HeaderMap) -> &str {
     let kind = headers.get(header::CONTENT_TYPE);
-    let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    if headers.contains_key(header::CONTENT_ENCODING) {
-        BodyWatch::Nothing
-    } else if kind.starts_with("text/event-stream") {
+    let kind = kind.filter(|_| !headers.contains_key(header::CONTENT_ENCODING));
+    kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default()
+}
+
+fn watch(app: &App, headers: &HeaderMap) -> BodyWatch {
+    let kind = read_type(headers);
+    if kind.starts_with(EVENTS) {
         BodyWatch::Events(StreamObserver::default())
     } else if kind.starts_with("application/json") {
-        BodyWatch::Json(Vec::new())
+        BodyWatch::Json(KeptAnswer::new(app.bodies.clone()))
     } else {
         BodyWatch::Nothing
     }

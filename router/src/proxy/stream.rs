@@ -20,6 +20,7 @@ use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep};
 
 use super::attempt::Placement;
+use super::body::{BodyBudget, BudgetShare};
 use super::call::Call;
 use super::respond::AnswerReaders;
 use super::resume::{ResumableAnswer, ResumedBody, StreamLoss, resume};
@@ -29,7 +30,7 @@ use crate::openai::{StreamBytes, StreamObserver, TokenUsage};
 use crate::shared_core::SlotHold;
 use crate::tenants::Settlement;
 
-/// A JSON answer larger than this is not searched for its usage.
+/// A JSON answer in pieces that are larger than this is not searched for its usage.
 const JSON_BYTES_MAX: usize = 256 << 10;
 
 /// Such an answer counts a token for as many bytes.
@@ -43,8 +44,41 @@ const ERROR_BODY_MAX: Duration = Duration::from_secs(30);
 pub(super) enum BodyWatch {
     Events(StreamObserver),
     /// A JSON answer, kept until it is complete.
-    Json(Vec<u8>),
+    Json(KeptAnswer),
     Nothing,
+}
+
+/// The pieces of a JSON answer.
+pub(super) struct KeptAnswer {
+    bytes: Vec<u8>,
+    budget: BodyBudget,
+    /// Of all that it may keep.
+    share: Option<BudgetShare>,
+}
+
+impl KeptAnswer {
+    pub(super) const fn new(budget: BodyBudget) -> Self {
+        Self {
+            bytes: Vec::new(),
+            budget,
+            share: None,
+        }
+    }
+
+    /// Returns whether there is room for the piece.
+    fn keep(&mut self, piece: &[u8]) -> bool {
+        if self.bytes.len() + piece.len() > JSON_BYTES_MAX {
+            return false;
+        }
+        if self.share.is_none() {
+            self.share = self.budget.charge_spare(JSON_BYTES_MAX);
+        }
+        let has_room = self.share.is_some();
+        if has_room {
+            self.bytes.extend_from_slice(piece);
+        }
+        has_room
+    }
 }
 
 /// Takes the usage that the engine reports.
@@ -255,17 +289,19 @@ impl TrackedBody {
                 }
                 flight.grow();
             }
-            BodyWatch::Json(kept) if kept.len() + data.len() <= JSON_BYTES_MAX => {
-                if self.inner.is_end_stream() && kept.is_empty() {
-                    // The usual case: read without a copy.
-                    flight.progress.usage = TokenUsage::from_json(data);
-                } else {
-                    kept.extend_from_slice(data);
-                }
+            // The usual case: read without a copy.
+            BodyWatch::Json(kept)
+                if kept.bytes.is_empty()
+                    && data.len() <= JSON_BYTES_MAX
+                    && self.inner.is_end_stream() =>
+            {
+                flight.progress.usage = TokenUsage::from_json(data);
             }
             BodyWatch::Json(kept) => {
-                *unread_bytes = (kept.len() + data.len()) as u64;
-                flight.watch = BodyWatch::Nothing;
+                if !kept.keep(data) {
+                    *unread_bytes = (kept.bytes.len() + data.len()) as u64;
+                    flight.watch = BodyWatch::Nothing;
+                }
             }
             BodyWatch::Nothing if *unread_bytes > 0 => *unread_bytes += data.len() as u64,
             BodyWatch::Nothing => {}
@@ -348,7 +384,7 @@ impl Flight {
             }
             BodyWatch::Json(kept) => {
                 let usage = self.progress.usage;
-                usage.or_else(|| TokenUsage::from_json(kept))
+                usage.or_else(|| TokenUsage::from_json(&kept.bytes))
             }
             BodyWatch::Nothing => None,
         };
@@ -467,11 +503,14 @@ impl Drop for Flight {
 mod tests {
     use http_body_util::Full;
     use hyper_util::rt::TokioIo;
+    use prometheus::IntGauge;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio_util::sync::CancellationToken;
     use tokio_util::task::TaskTracker;
 
     use super::*;
     use crate::call_report::CallSinks;
+    use crate::config::Limits;
     use crate::metrics::RouteLabel;
 
     /// The body of an answer, which ends with the connection.
@@ -510,5 +549,28 @@ mod tests {
         let whole = axum::body::Body::new(TrackedBody::new(Some(early), rest, flight));
         let whole = axum::body::to_bytes(whole, usize::MAX).await.unwrap();
         assert_eq!(whole, "data: 1\n\ndata: 2\n\ndata: 3\n\n");
+    }
+
+    #[test]
+    fn pieces_of_a_json_answer_are_kept_while_the_budget_has_room() {
+        let budget = |bytes| {
+            let limits = Limits {
+                body_bytes: bytes,
+                buffered_bytes: bytes,
+                connections: 1,
+            };
+            let held = IntGauge::new("held", "bytes").unwrap();
+            BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())
+        };
+        let ample = budget(4 * JSON_BYTES_MAX);
+        let mut kept = KeptAnswer::new(ample.clone());
+        assert!(kept.keep(b"{\"usage\":") && kept.keep(b"{}}"));
+        assert_eq!(kept.bytes, b"{\"usage\":{}}");
+        assert_eq!(ample.free_bytes(), 3 * JSON_BYTES_MAX);
+        assert!(!kept.keep(&[b' '; JSON_BYTES_MAX]), "too large");
+        drop(kept);
+        assert_eq!(ample.free_bytes(), 4 * JSON_BYTES_MAX);
+        let small = budget(JSON_BYTES_MAX - 1);
+        assert!(!KeptAnswer::new(small).keep(b"{}"));
     }
 }

@@ -78,8 +78,16 @@ fn unknown<E>(_: E) -> OpaqueReason {
     OpaqueReason::UnknownItem
 }
 
-/// Reads a body of one of these routes.
-pub(super) fn parse(route: ConvertedRoute, body: &[u8]) -> ParsedRequest<'_> {
+/// Memory for each byte of these fields while they are converted: their values, and the chat's JSON.
+/// Without many small values, which are not converted.
+const MEMORY_OF_BYTE: usize = 8;
+
+/// Reads a body of one of these routes. `admits` is asked for bytes of memory before it is converted.
+pub(super) fn parse<'b>(
+    route: ConvertedRoute,
+    body: &'b [u8],
+    admits: &mut dyn FnMut(usize) -> bool,
+) -> ParsedRequest<'b> {
     let (names, prompt) = match route {
         ConvertedRoute::Responses => (responses::FIELDS, "input"),
         ConvertedRoute::Messages => (anthropic::FIELDS, "messages"),
@@ -96,9 +104,13 @@ pub(super) fn parse(route: ConvertedRoute, body: &[u8]) -> ParsedRequest<'_> {
         opaque.set(OpaqueReason::TransferredTokens);
     }
     let stream = opaque.flag(&fields, "stream").unwrap_or(false);
-    let mut parts = DENSE_FIELDS.into_iter().filter_map(|name| fields.raw(name));
+    let parts = DENSE_FIELDS.into_iter().filter_map(|name| fields.raw(name));
+    let bytes: usize = parts.clone().map(|raw| raw.get().len()).sum();
+    let is_dense = parts.clone().any(|raw| is_dense(raw.get()));
     let converted = match route {
-        _ if parts.any(|raw| is_dense(raw.get())) => Err(OpaqueReason::PromptMemory),
+        _ if is_dense || !admits(bytes.saturating_mul(MEMORY_OF_BYTE)) => {
+            Err(OpaqueReason::PromptMemory)
+        }
         ConvertedRoute::Responses => responses::convert(&fields),
         ConvertedRoute::Messages => anthropic::convert(&fields),
     };

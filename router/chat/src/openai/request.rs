@@ -117,24 +117,35 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
     parse_admitted(route, body, &mut |_| true)
 }
 
-/// Like [`parse`]. `admits_ids` is asked for memory before so many token ids are read; without it
+/// Memory for each token id of a client until its prompt is hashed: a list that grows, its copy, and
+/// the ids as bytes.
+const MEMORY_OF_ID: usize = 16;
+
+/// Like [`parse`]. `admits` is asked for bytes of memory before token ids are read, and before a
+/// prompt is converted to a chat; without them
 /// the prompt is opaque.
 pub fn parse_admitted<'b>(
     route: PromptRoute,
     body: &'b [u8],
-    admits_ids: &mut dyn FnMut(usize) -> bool,
+    admits: &mut dyn FnMut(usize) -> bool,
 ) -> Result<ParsedRequest<'b>, OpenAiError> {
     let names = match route {
         PromptRoute::ChatCompletions => chat::FIELDS,
         PromptRoute::Completions => completion::FIELDS,
-        PromptRoute::Responses => return Ok(converted::parse(ConvertedRoute::Responses, body)),
-        PromptRoute::Messages => return Ok(converted::parse(ConvertedRoute::Messages, body)),
+        PromptRoute::Responses => {
+            return Ok(converted::parse(ConvertedRoute::Responses, body, admits));
+        }
+        PromptRoute::Messages => {
+            return Ok(converted::parse(ConvertedRoute::Messages, body, admits));
+        }
     };
     let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
     let model = fields.text("model")?.filter(|model| !model.is_empty());
     let mut opaque = FirstOpaque::default();
     let prompt = if route == PromptRoute::Completions {
-        PromptSource::Completion(completion::read(&fields, &mut opaque, admits_ids)?)
+        PromptSource::Completion(completion::read(&fields, &mut opaque, &mut |ids| {
+            admits(ids.saturating_mul(MEMORY_OF_ID))
+        })?)
     } else {
         PromptSource::Chat(chat::read(&fields, &mut opaque)?)
     };

@@ -46,8 +46,11 @@ use added::AddedTokens;
 use bpe::BpeEncoder;
 use segment_cache::SegmentCache;
 
-/// Largest text for the reference, which takes about 160 bytes of memory a byte.
+/// Largest text for the reference.
 const REFERENCE_BYTES_MAX: usize = 1 << 20;
+
+/// Memory for each byte of a text while the reference encodes it (`examples/prompt_bench.rs`).
+const REFERENCE_MEMORY_OF_BYTE: usize = 160;
 
 /// A tokenizer cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -200,6 +203,17 @@ impl Tokenizer {
     /// Bytes of the longest token; `None` if that is not known.
     pub fn token_bytes_max(&self) -> Option<usize> {
         self.own.as_ref().map(BpeEncoder::token_bytes_max)
+    }
+
+    /// Memory of the largest step in which a text of so many bytes is encoded, beside the text and its
+    /// ids.
+    pub fn step_memory(&self, text_bytes: usize) -> usize {
+        match self.encoder() {
+            EncoderKind::Own => 0,
+            EncoderKind::Reference => {
+                text_bytes.min(REFERENCE_BYTES_MAX) * REFERENCE_MEMORY_OF_BYTE
+            }
+        }
     }
 
     /// Token ids of a text as the engine's completion route computes them.

@@ -30,10 +30,10 @@ async fn a_body_in_pieces_is_joined_and_returns_its_bytes() {
         .await
         .unwrap();
     assert_eq!(read.bytes.len(), 50);
-    assert_eq!(budget.held.get(), 50);
+    assert_eq!(budget.0.held.get(), 50);
     drop(read);
-    assert_eq!(budget.held.get(), 0);
-    let left = budget.common.available_permits() + budget.reserve.available_permits();
+    assert_eq!(budget.0.held.get(), 0);
+    let left = budget.0.common.available_permits() + budget.0.reserve.available_permits();
     assert_eq!(left, 100);
 }
 
@@ -53,7 +53,7 @@ async fn a_body_without_a_length_is_refused_where_it_passes_the_limit() {
         .await
         .unwrap_err();
     assert_eq!(error, ProxyError::TooLarge { max: 50 });
-    assert_eq!(budget.held.get(), 0);
+    assert_eq!(budget.0.held.get(), 0);
 }
 
 #[tokio::test]
@@ -117,7 +117,7 @@ async fn time_of_refusal(budget: &BodyBudget, body: Body) -> Duration {
     let started = Instant::now();
     let error = budget.read(&HeaderMap::new(), 0, body).await.unwrap_err();
     assert_eq!(error, ProxyError::BodyTimeout);
-    assert_eq!(budget.held.get(), 0);
+    assert_eq!(budget.0.held.get(), 0);
     started.elapsed()
 }
 
@@ -164,8 +164,8 @@ async fn large_bodies_that_fill_the_budget_leave_a_reserve_for_small_ones() {
         assert_eq!(refused, ProxyError::BuffersFull);
     }
     drop((large, small));
-    assert_eq!(budget.held.get(), 0);
-    assert_eq!(budget.reserve.available_permits(), 1 << 20);
+    assert_eq!(budget.0.held.get(), 0);
+    assert_eq!(budget.0.reserve.available_permits(), 1 << 20);
 }
 
 /// Its bytes are no body's: they count neither for its pace nor as large.
@@ -176,7 +176,7 @@ async fn heads_are_charged_with_their_bodies() {
         .read(&length(10), 4_000, pieces(1, 10))
         .await
         .unwrap();
-    assert_eq!(budget.held.get(), 4_010);
+    assert_eq!(budget.0.held.get(), 4_010);
     let mut other = budget
         .read(&length(10), 4_000, pieces(1, 10))
         .await
@@ -184,9 +184,9 @@ async fn heads_are_charged_with_their_bodies() {
     let refused = budget.read(&length(10), 4_000, pieces(1, 10)).await;
     assert_eq!(refused.unwrap_err(), ProxyError::BuffersFull);
     budget.replace(&mut other, vec![0; 20].into()).unwrap();
-    assert_eq!(budget.held.get(), 8_030);
+    assert_eq!(budget.0.held.get(), 8_030);
     drop((read, other));
-    assert_eq!(budget.held.get(), 0);
+    assert_eq!(budget.0.held.get(), 0);
 }
 
 #[test]
@@ -203,15 +203,15 @@ fn a_head_has_its_path_and_headers() {
 async fn a_body_that_becomes_large_moves_to_the_common_part() {
     let budget = budget(8 << 20, 1 << 20);
     let mut share = budget.share(0);
-    let used_up = acquire(&budget.common, 7 << 20).unwrap();
+    let used_up = acquire(&budget.0.common, 7 << 20).unwrap();
     budget.take(&mut share, SMALL_BYTES_MAX).unwrap();
     assert!(budget.take(&mut share, 1).is_err());
     drop(used_up);
     budget.take(&mut share, 1).unwrap();
-    assert_eq!(budget.reserve.available_permits(), 1 << 20);
+    assert_eq!(budget.0.reserve.available_permits(), 1 << 20);
     assert_eq!(share.held_bytes(), SMALL_BYTES_MAX + 1);
     assert_eq!(
-        budget.held.get(),
+        budget.0.held.get(),
         i64::try_from(SMALL_BYTES_MAX + 1).unwrap()
     );
 }
@@ -219,7 +219,7 @@ async fn a_body_that_becomes_large_moves_to_the_common_part() {
 #[test]
 fn what_can_be_left_out_leaves_half_of_the_budget_free() {
     let budget = budget(80_000, 1_000);
-    let half = budget.common_bytes / 2;
+    let half = budget.0.common_bytes / 2;
     let _bodies = budget.charge(half - 500).unwrap();
     let spare = budget.charge_spare(500);
     assert!(spare.is_some());
@@ -233,11 +233,11 @@ async fn a_longer_body_in_place_of_the_clients_is_charged() {
     let budget = budget(80_000, 1_000);
     let mut body = budget.read(&length(100), 0, pieces(1, 100)).await.unwrap();
     budget.replace(&mut body, vec![0; 300].into()).unwrap();
-    assert_eq!((body.bytes.len(), budget.held.get()), (300, 300));
-    let all = budget.common.available_permits();
+    assert_eq!((body.bytes.len(), budget.0.held.get()), (300, 300));
+    let all = budget.0.common.available_permits();
     let _others = budget.charge(all - 10).unwrap();
     let refused = budget.replace(&mut body, vec![0; 80_000].into());
     assert_eq!(refused, Err(ProxyError::BuffersFull));
     drop(body);
-    assert_eq!(budget.common.available_permits(), 310);
+    assert_eq!(budget.0.common.available_permits(), 310);
 }

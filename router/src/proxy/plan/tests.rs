@@ -14,7 +14,7 @@ use crate::proxy::prompt_jobs::{PlanJob, Rendering};
 use crate::proxy::prompt_pool::{PromptJob as _, SHORT_BYTES_MAX};
 use crate::settings::{LiveSettings, Settings};
 use crate::tenants::{LimitSharing, TenantRefusal, Tenants};
-use crate::tokenize::CivilTime;
+use crate::tokenize::{CivilTime, ReferenceComparison};
 use crate::tokenizers::{TokenizerTable, TokenizerVersion};
 
 fn trust(proven: bool) -> PromptTrust {
@@ -466,6 +466,60 @@ fn prompt_work_is_charged_to_the_budget_of_bodies() {
     assert!(large.charge(200_000).is_none());
     drop(encoding);
     assert!(large.charge(1_200_000).is_some());
+}
+
+/// The conversion makes a chat of them, whose memory is charged again before it is rendered.
+#[test]
+fn a_conversion_to_a_chat_is_charged_to_the_budget_of_bodies() {
+    let inputs = with_tokenizer();
+    let text = "word ".repeat(4_000);
+    let message = json!([{"role": "user", "content": text}]);
+    let bodies = [
+        (PromptRoute::Responses, json!({"model": "m", "input": text})),
+        (
+            PromptRoute::Messages,
+            json!({"model": "m", "max_tokens": 1, "messages": message}),
+        ),
+    ];
+    for (route, body) in bodies {
+        let body = body.to_string();
+        let why = |budget: &BodyBudget| {
+            let limits = WorkLimits {
+                budget: Some(budget),
+                is_cancelled: &|| false,
+            };
+            match begin(route, body.as_bytes(), &inputs, &limits).unwrap() {
+                Planning::Ready(plan) => plan.unhashed,
+                Planning::Encoding(_) => None,
+            }
+        };
+        // Enough for what is done after the conversion only.
+        assert_eq!(why(&budget(300_000)), Some("prompt_memory"), "{route:?}");
+        assert_eq!(why(&budget(500_000)), None, "{route:?}");
+    }
+}
+
+/// The reference takes far more memory for a text than the own encoder.
+#[test]
+fn a_step_of_the_reference_encoder_is_charged() {
+    let inputs = with_tokenizer();
+    let text = "word ".repeat(4_000);
+    let body = chat(&text);
+    let budget = budget(1_000_000);
+    let is_encoded = || {
+        let limits = WorkLimits {
+            budget: Some(&budget),
+            is_cancelled: &|| false,
+        };
+        let route = PromptRoute::ChatCompletions;
+        let begun = begin(route, body.as_bytes(), &inputs, &limits);
+        matches!(begun.unwrap(), Planning::Encoding(_))
+    };
+    assert!(is_encoded());
+    let tokenizer = &inputs.tokenizers.of("m").unwrap().tokenizer;
+    let compared = tokenizer.compare_with_reference("word", SpecialTokens::Omit, &[]);
+    assert_eq!(compared, ReferenceComparison::Different);
+    assert!(!is_encoded(), "160 bytes for each of 20,000 bytes");
 }
 
 /// Before they are read: the ids of `[1,1` take several times its bytes.

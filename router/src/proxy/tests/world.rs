@@ -611,14 +611,7 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: EngineClient::new(
-                &settings,
-                Arc::clone(&metrics),
-                64.into(),
-                SocketRule::Allowed,
-                0,
-            )
-            .unwrap(),
+            engines: engine_client(&settings, &metrics),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
             tenants: Arc::new(Tenants::new(
@@ -835,6 +828,11 @@ fn register(fleet: &Fleet, number: usize, engine: &Engine) {
     let worker = entry.worker.clone();
     fleet.register(entry);
     fleet.observe(&worker, &engine.url, Observation::ProbePassed);
+}
+
+fn engine_client(settings: &Arc<LiveSettings>, metrics: &Arc<Metrics>) -> EngineClient {
+    let metrics = Arc::clone(metrics);
+    EngineClient::new(settings, metrics, 64.into(), SocketRule::Allowed, 0).unwrap()
 }
 
 async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -> String {
