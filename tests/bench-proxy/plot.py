@@ -4,20 +4,25 @@
 usage: plot.py OUT.svg [FILE...]   (without files: standard input; docs/PERF.md is a file, too)
 """
 import fileinput
+import itertools
 import math
 import sys
 
 COLUMNS = ["load", "proxy", "CPU s / 1,000"]
-# Readable on white and on black; ours stands out.
-COLOURS = ["#8a8f98", "#b9770e", "#c05a9d", "#5b7fd6", "#2f9fb3", "#b3564a", "#8f6bd1", "#6f8f2f"]
-OURS = "#17a05d"
-WIDTH, HEIGHT, LEFT, TOP, KEY = 860, 300, 64, 36, 210
-STYLE = """
-.page { fill: #ffffff; }
-text { fill: #24292f; }
-.grid { stroke: #8a8f98; stroke-opacity: 0.35; }
-@media (prefers-color-scheme: dark) { .page { fill: #0d1117; } text { fill: #e6edf3; } }
-"""
+# Ours are greens; of two policies of a router the second is darker.
+COLOURS = {
+    "nginx": "#8a8f98",
+    "HAProxy": "#d9a441",
+    "warmroute round-robin": "#17a05d",
+    "warmroute, default policy": "#0b7a43",
+    "warmroute over NATS": "#7fd0a5",
+    "vllm-router round_robin": "#9db8ee",
+    "vllm-router cache_aware": "#4a6fc9",
+    "sglang-router round_robin": "#e3a59c",
+    "sglang-router cache_aware": "#b3564a",
+}
+OTHER_COLOURS = ["#8f6bd1", "#c05a9d", "#6f8f2f", "#2f9fb3"]
+WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 860, 230, 64, 40, 44, 210
 
 
 def cells(lines):
@@ -38,60 +43,89 @@ def cells(lines):
     return found
 
 
+def escaped(content):
+    return content.replace("&", "&amp;").replace("<", "&lt;")
+
+
 def text(x, y, anchor, size, content):
-    escaped = content.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escaped}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {place} fill="#24292f">{escaped(content)}</text>'
 
 
-def grid(low, high, place):
-    """Lines and labels of 1, 2 and 5 times each power of ten."""
+def panels(found):
+    """Loads that the same proxies have, as (loads, proxies)."""
+    proxies_of = {}
+    for load, proxy in found:
+        proxies_of.setdefault(load, []).append(proxy)
+    loads_of = {}
+    for load, proxies in proxies_of.items():
+        loads_of.setdefault(frozenset(proxies), []).append(load)
+    return [(loads, proxies_of[loads[0]]) for loads in loads_of.values()]
+
+
+def colours(found):
+    others = itertools.cycle(OTHER_COLOURS)
+    proxies = dict.fromkeys(proxy for _, proxy in found)
+    return {proxy: COLOURS.get(proxy) or next(others) for proxy in proxies}
+
+
+class Scale:
+    """Places of seconds on a logarithmic axis, from the axis's foot in pixels."""
+
+    def __init__(self, found):
+        positive = [seconds for seconds in found.values() if seconds > 0]
+        self.low = math.log10(min(positive) / 1.6)
+        self.high = math.log10(max(positive) * 1.3)
+
+    def up(self, seconds):
+        above = math.log10(max(seconds, 10 ** self.low)) - self.low
+        return HEIGHT * above / (self.high - self.low)
+
+    def marks(self):
+        """1, 2 and 5 times each power of ten."""
+        for power in range(math.floor(self.low), math.ceil(self.high) + 1):
+            for step in (1, 2, 5):
+                if self.low <= math.log10(step) + power <= self.high:
+                    yield step * 10.0 ** power
+
+
+def panel(found, loads, proxies, scale, foot):
+    """One row of grouped bars, with its axis and key. `foot`: of the bars."""
+    colour = colours(found)
     out = []
-    for power in range(math.floor(low), math.ceil(high) + 1):
-        for step in (1, 2, 5):
-            value = step * 10.0 ** power
-            if not low <= math.log10(value) <= high:
-                continue
-            y = place(value)
-            out.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            out.append(text(LEFT - 6, y + 4, "end", 11, f"{value:g} s"))
-    return out
-
-
-def chart(found):
-    loads = list(dict.fromkeys(load for load, _ in found))
-    proxies = list(dict.fromkeys(proxy for _, proxy in found))
-    others = iter(COLOURS * len(proxies))
-    colours = {name: OURS if name.startswith("warmroute") else next(others) for name in proxies}
-    positive = [seconds for seconds in found.values() if seconds > 0]
-    low, high = math.log10(min(positive) / 1.6), math.log10(max(positive) * 1.3)
-
-    def place(seconds):
-        up = (math.log10(max(seconds, 10 ** low)) - low) / (high - low)
-        return TOP + HEIGHT * (1 - up)
-
-    out = [text(LEFT, 20, "start", 14, "CPU seconds per 1,000 requests (logarithmic; less is better)")]
-    out += grid(low, high, place)
+    for value in scale.marks():
+        y = foot - scale.up(value)
+        out.append(f'<line stroke="#ddd" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(text(LEFT - 6, y + 4, "end", 11, f"{value:g} s"))
     group = WIDTH / len(loads)
     bar = group * 0.86 / len(proxies)
     for at, load in enumerate(loads):
         start = LEFT + group * (at + 0.07)
         for number, proxy in enumerate(proxies):
-            if (load, proxy) not in found:
-                continue
             seconds = found[load, proxy]
-            x, y = start + bar * number, place(seconds)
+            x, up = start + bar * number, scale.up(seconds)
             out.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar * 0.88:.1f}"'
-                f' height="{TOP + HEIGHT - y:.1f}" fill="{colours[proxy]}">'
-                f"<title>{proxy}, {load}: {seconds:g} s</title></rect>"
+                f'<rect x="{x:.1f}" y="{foot - up:.1f}" width="{bar * 0.88:.1f}"'
+                f' height="{up:.1f}" fill="{colour[proxy]}">'
+                f"<title>{escaped(f'{proxy}, {load}: {seconds:g} s')}</title></rect>"
             )
-            out.append(text(x + bar * 0.44, y - 3, "middle", 8, f"{seconds:.2g}"))
-        out.append(text(start + group * 0.43, TOP + HEIGHT + 18, "middle", 12, load))
+            out.append(text(x + bar * 0.44, foot - up - 3, "middle", 9, f"{seconds:.2g}"))
+        out.append(text(start + group * 0.43, foot + 18, "middle", 12, load))
     for row, proxy in enumerate(proxies):
-        y = TOP + 8 + 20 * row
-        out.append(f'<rect x="{LEFT + WIDTH + 16}" y="{y}" width="12" height="12" fill="{colours[proxy]}"/>')
+        y = foot - HEIGHT + 8 + 20 * row
+        out.append(f'<rect x="{LEFT + WIDTH + 16}" y="{y}" width="12" height="12" fill="{colour[proxy]}"/>')
         out.append(text(LEFT + WIDTH + 34, y + 10, "start", 12, proxy))
     return out
+
+
+def chart(found):
+    """The elements, and the height in pixels."""
+    scale, foot = Scale(found), TOP - BELOW
+    out = [text(LEFT, 20, "start", 14, "CPU seconds per 1,000 requests (logarithmic; less is better)")]
+    for loads, proxies in panels(found):
+        foot += BELOW + HEIGHT
+        out += panel(found, loads, proxies, scale, foot)
+    return out, foot + BELOW
 
 
 def main():
@@ -101,10 +135,10 @@ def main():
     found = cells(lines)
     if not found:
         sys.exit("no table with the columns " + ", ".join(COLUMNS))
-    size = f'width="{LEFT + WIDTH + KEY}" height="{TOP + HEIGHT + 32}"'
+    elements, height = chart(found)
+    size = f'width="{LEFT + WIDTH + KEY}" height="{height}"'
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">']
-    out += [f"<style>{STYLE}</style>", '<rect class="page" width="100%" height="100%"/>']
-    out += [*chart(found), "</svg>"]
+    out += ['<rect width="100%" height="100%" fill="white"/>', *elements, "</svg>"]
     with open(sys.argv[1], "w", encoding="utf-8") as file:
         file.write("\n".join(out) + "\n")
 

@@ -5,11 +5,13 @@
 # usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
 #        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine
 #          compares routing by the cache, with engines that have one; the router with the index in
-#          its process, and over NATS with shims and an indexer
+#          its process, and over NATS with shims and an indexer;
+#          --load "128 KiB, code" or --load "128 KiB, multilingual" runs one of the loads
 #        tests/bench-proxy/run.sh --cores 0-7 --client-threads 8 --load plain
 #          the proxies on these processors, with as many threads of clients, and the loads whose names begin so
 #        tests/bench-proxy/run.sh --attacks --mock-engine target/release/warmroute-mock-engine
-#          measures quiet clients alone and beside each attack; takes --rounds, --seconds (of one
+#          measures quiet clients alone and beside each attack, by clients or by engines that
+#          misbehave for the attack's requests alone; takes --rounds, --seconds (of one
 #          measurement) and --only (part of the name of a proxy or an attack)
 #        tests/bench-proxy/run.sh | tee table.md
 #        tests/bench-proxy/plot.py docs/proxy-cpu.svg table.md

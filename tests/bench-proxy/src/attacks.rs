@@ -1,4 +1,4 @@
-//! Quiet clients, alone and beside each attack.
+//! Quiet clients, alone and beside each attack, by clients or through engines that misbehave.
 //!
 //! The quiet clients send at a fixed rate: saturated clients would hide delays. An attack's clients
 //! are a process of the lowest priority, since they stand for other machines. Each row of each
@@ -8,6 +8,7 @@ pub mod attacker;
 mod http2;
 mod quiet;
 mod shapes;
+mod smuggling;
 mod table;
 
 use std::io::{BufRead as _, BufReader};
@@ -39,17 +40,68 @@ pub enum Attack {
     ResetStreams,
     HeaderBombs,
     UnreadStreams,
+    IdleConnections,
+    Smuggling,
+    SilentEngines,
+    ResettingEngines,
+    ShortLengths,
+    LongLengths,
+    EndlessLines,
+}
+
+/// What its clients do is in `attacker` and `shapes`.
+#[derive(Clone, Copy)]
+struct Definition {
+    name: &'static str,
+    pace: Pace,
+    /// Time of the attack before the measurement.
+    lead: Duration,
+    /// An answer that takes longer is given up.
+    answer_max: Duration,
 }
 
 /// How often an attack's clients repeat their act.
+#[derive(Clone, Copy)]
 pub struct Pace {
     pub clients: u64,
     /// Between two acts of one client.
     pub period: Duration,
+    /// The clients do not act together.
+    pub is_spread: bool,
+}
+
+impl Definition {
+    const fn new(name: &'static str, clients: u64, period_millis: u64) -> Self {
+        Self {
+            name,
+            pace: Pace {
+                clients,
+                period: Duration::from_millis(period_millis),
+                is_spread: false,
+            },
+            lead: Duration::from_secs(1),
+            answer_max: Duration::from_secs(20),
+        }
+    }
+
+    const fn spread(mut self) -> Self {
+        self.pace.is_spread = true;
+        self
+    }
+
+    const fn leading(self, secs: u64) -> Self {
+        let lead = Duration::from_secs(secs);
+        Self { lead, ..self }
+    }
+
+    const fn giving_up_after(self, secs: u64) -> Self {
+        let answer_max = Duration::from_secs(secs);
+        Self { answer_max, ..self }
+    }
 }
 
 impl Attack {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 18] = [
         Self::SlowBodies,
         Self::SlowHeads,
         Self::ManyKeys,
@@ -61,22 +113,47 @@ impl Attack {
         Self::ResetStreams,
         Self::HeaderBombs,
         Self::UnreadStreams,
+        Self::IdleConnections,
+        Self::Smuggling,
+        Self::SilentEngines,
+        Self::ResettingEngines,
+        Self::ShortLengths,
+        Self::LongLengths,
+        Self::EndlessLines,
     ];
 
-    pub const fn name(self) -> &'static str {
+    const fn definition(self) -> Definition {
         match self {
-            Self::SlowBodies => "slow bodies",
-            Self::SlowHeads => "slow heads",
-            Self::ManyKeys => "many keys, hang up",
-            Self::Prose => "8 MiB of prose",
-            Self::OneLetter => "8 MiB of one letter",
-            Self::Cjk => "8 MiB of CJK",
-            Self::DeepJson => "deep JSON",
-            Self::Connections => "new connections",
-            Self::ResetStreams => "reset streams",
-            Self::HeaderBombs => "header bombs",
-            Self::UnreadStreams => "unread streams",
+            Self::SlowBodies => Definition::new("slow bodies", 64, 1000),
+            Self::SlowHeads => Definition::new("slow heads", 64, 1000),
+            Self::ManyKeys => Definition::new("many keys, hang up", 4, 500),
+            Self::Prose => Definition::new("8 MiB of prose", 4, 1000),
+            Self::OneLetter => Definition::new("8 MiB of one letter", 4, 1000),
+            Self::Cjk => Definition::new("8 MiB of CJK", 4, 1000),
+            Self::DeepJson => Definition::new("deep JSON", 4, 40),
+            Self::Connections => Definition::new("new connections", 20, 10),
+            Self::ResetStreams => Definition::new("reset streams", 8, 50),
+            Self::HeaderBombs => Definition::new("header bombs", 8, 20),
+            // The send buffers of the proxy's sockets are full by then.
+            Self::UnreadStreams => Definition::new("unread streams", 64, 1000).leading(12),
+            // All are open by then.
+            Self::IdleConnections => Definition::new("idle connections", 4000, 20_000).leading(3),
+            Self::Smuggling => Definition::new("smuggling", 20, 50).giving_up_after(1),
+            Self::SilentEngines => Definition::new("silent engines", 200, 2000)
+                .spread()
+                .leading(3)
+                .giving_up_after(2),
+            Self::ResettingEngines => Definition::new("resetting engines", 8, 40),
+            Self::ShortLengths => Definition::new("short lengths", 8, 40).giving_up_after(1),
+            Self::LongLengths => Definition::new("long lengths", 200, 1000)
+                .spread()
+                .giving_up_after(1),
+            Self::EndlessLines => Definition::new("endless lines", 8, 1000).leading(3),
         }
+    }
+
+    pub const fn name(self) -> &'static str {
+        self.definition().name
     }
 
     pub fn named(name: &str) -> anyhow::Result<Self> {
@@ -84,38 +161,12 @@ impl Attack {
         found.with_context(|| format!("no attack {name}"))
     }
 
-    /// Time of the attack before the measurement.
-    const fn lead(self) -> Duration {
-        match self {
-            // The send buffers of the proxy's sockets are full by then.
-            Self::UnreadStreams => Duration::from_secs(12),
-            Self::SlowBodies
-            | Self::SlowHeads
-            | Self::ManyKeys
-            | Self::Prose
-            | Self::OneLetter
-            | Self::Cjk
-            | Self::DeepJson
-            | Self::Connections
-            | Self::ResetStreams
-            | Self::HeaderBombs => Duration::from_secs(1),
-        }
+    pub const fn pace(self) -> Pace {
+        self.definition().pace
     }
 
-    pub const fn pace(self) -> Pace {
-        let (clients, millis) = match self {
-            Self::SlowBodies | Self::SlowHeads | Self::UnreadStreams => (64, 1000),
-            Self::ManyKeys => (4, 500),
-            Self::Prose | Self::OneLetter | Self::Cjk => (4, 1000),
-            Self::DeepJson => (4, 40),
-            Self::Connections => (20, 10),
-            Self::ResetStreams => (8, 50),
-            Self::HeaderBombs => (8, 20),
-        };
-        Pace {
-            clients,
-            period: Duration::from_millis(millis),
-        }
+    pub const fn answer_max(self) -> Duration {
+        self.definition().answer_max
     }
 }
 
@@ -177,7 +228,7 @@ fn measure(
         _ => proxy.address,
     };
     let attacker = Attacker::start(attack, target)?;
-    std::thread::sleep(attack.lead());
+    std::thread::sleep(attack.definition().lead);
     let before = proxy.usage()?;
     let beside = quiet::measure(proxy.address, options.measurement)?;
     let Usage { cpu_secs, peak_mib } = proxy.usage()?.since(before);

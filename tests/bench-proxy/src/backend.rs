@@ -10,12 +10,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{MissedTickBehavior, interval};
 
 use crate::client::contains;
+use crate::faults::Fault;
 
 /// Chunks of a stream.
 pub const CHUNKS: usize = 128;
 
 /// Time between two chunks of a stream: that of a fast engine.
-const CHUNK_PERIOD: Duration = Duration::from_millis(10);
+pub const CHUNK_PERIOD: Duration = Duration::from_millis(10);
 
 const EVENT: &str = concat!(
     r#"data: {"id":"chatcmpl-0123456789","object":"chat.completion.chunk","created":1,"#,
@@ -24,7 +25,7 @@ const EVENT: &str = concat!(
     "\n\n"
 );
 
-const STREAM_HEAD: &str = "HTTP/1.1 200 OK\r\n\
+pub const STREAM_HEAD: &str = "HTTP/1.1 200 OK\r\n\
     content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
 
 const ANSWER: &str = concat!(
@@ -42,6 +43,9 @@ pub const ENDLESS_MARK: &str = "\"max_tokens\":1000000";
 
 /// Events of a stream without an end that are written together: 8 KiB.
 const ENDLESS_EVENTS: usize = 44;
+
+/// A longer body asks for no fault.
+const FAULT_BODY_MAX: usize = 4096;
 
 /// A longer body is not kept, and asks for no stream.
 const KEPT_BODY_MAX: usize = 1 << 20;
@@ -73,6 +77,7 @@ enum Wanted {
     Answer,
     Stream,
     EndlessStream,
+    Fault(Fault),
 }
 
 /// Starts so many engines on so many threads.
@@ -127,6 +132,14 @@ async fn serve(mut stream: TcpStream, served: Served) -> io::Result<()> {
                 continue;
             }
             Wanted::EndlessStream => return write_endless_events(&mut stream).await,
+            // A router sends the text to `/tokenize`, too.
+            Wanted::Fault(_) if path == "/tokenize" => {}
+            Wanted::Fault(fault) => {
+                if fault.serve(&mut stream).await? {
+                    continue;
+                }
+                return Ok(());
+            }
         }
         if let ("/tokenize", Some(tokenizing)) = (path.as_str(), served.tokenize) {
             return forward(&buffer, tokenizing, &mut stream).await;
@@ -184,7 +197,12 @@ async fn read_request(
     }
     // Some proxies write the body's fields in another order.
     let body = &buffer[head_end..];
-    let wanted = if !contains(body, b"\"stream\":true") {
+    let fault = Some(body)
+        .filter(|body| body.len() <= FAULT_BODY_MAX)
+        .and_then(Fault::wanted);
+    let wanted = if let Some(fault) = fault {
+        Wanted::Fault(fault)
+    } else if !contains(body, b"\"stream\":true") {
         Wanted::Answer
     } else if contains(body, ENDLESS_MARK.as_bytes()) {
         Wanted::EndlessStream
@@ -231,6 +249,6 @@ async fn write_endless_events(stream: &mut TcpStream) -> io::Result<()> {
     }
 }
 
-fn chunk(event: &str) -> String {
+pub fn chunk(event: &str) -> String {
     format!("{:x}\r\n{event}\r\n", event.len())
 }

@@ -14,7 +14,7 @@ use tokio::task::LocalSet;
 use tokio::time::timeout;
 
 use crate::backend::CHUNKS;
-use crate::prompts::{Novelty, Prompts};
+use crate::prompts::{self, Corpus, Novelty, Prompts};
 
 /// Clients of plain answers in one thread.
 pub const PLAIN_CLIENTS: usize = 8;
@@ -69,17 +69,21 @@ impl Load {
 
     /// What routing by the cache is compared by.
     pub fn prompts(requests: usize) -> anyhow::Result<Vec<Self>> {
-        let texts = Arc::new(Prompts::load()?);
-        let sizes = [8 << 10, 128 << 10];
-        let loads = [Novelty::New, Novelty::MostlySeen].map(|novelty| {
-            sizes.map(|prompt_bytes| Self::Prompts {
-                texts: Arc::clone(&texts),
-                novelty,
-                prompt_bytes,
-                requests: fewer_if_long(requests, prompt_bytes),
-            })
-        });
-        Ok(loads.into_iter().flatten().collect())
+        let load = |texts: &Arc<Prompts>, novelty, prompt_bytes| Self::Prompts {
+            texts: Arc::clone(texts),
+            novelty,
+            prompt_bytes,
+            requests: fewer_if_long(requests, prompt_bytes),
+        };
+        let prose = Arc::new(Prompts::prose()?);
+        let mut loads = Vec::new();
+        for novelty in [Novelty::New, Novelty::MostlySeen] {
+            loads.extend([8 << 10, 128 << 10].map(|bytes| load(&prose, novelty, bytes)));
+        }
+        for texts in [Prompts::code()?, Prompts::multilingual()?] {
+            loads.push(load(&Arc::new(texts), Novelty::New, 128 << 10));
+        }
+        Ok(loads)
     }
 
     pub fn name(&self) -> String {
@@ -89,15 +93,18 @@ impl Load {
             }
             Self::Plain { prompt_bytes, .. } => format!("plain, {} KiB", prompt_bytes >> 10),
             Self::Prompts {
+                texts,
                 novelty,
                 prompt_bytes,
                 ..
             } => {
-                let novelty = match novelty {
-                    Novelty::New => "new",
-                    Novelty::MostlySeen => "90 % seen",
+                let what = match (texts.corpus, novelty) {
+                    (_, Novelty::MostlySeen) => "90 % seen",
+                    (Corpus::Prose, Novelty::New) => "new",
+                    (Corpus::Code, Novelty::New) => "code",
+                    (Corpus::Multilingual, Novelty::New) => "multilingual",
                 };
-                format!("{} KiB, {novelty}", prompt_bytes >> 10)
+                format!("{} KiB, {what}", prompt_bytes >> 10)
             }
             Self::Streams { .. } => format!("{STREAM_CLIENTS} streams × {CHUNKS} chunks"),
         }
@@ -107,6 +114,7 @@ impl Load {
         matches!(self, Self::Streams { .. })
     }
 
+    /// In JSON.
     fn text(&self, number: usize) -> String {
         match self {
             Self::Plain { prompt_bytes, .. } | Self::Streams { prompt_bytes } => {
@@ -117,7 +125,7 @@ impl Load {
                 novelty,
                 prompt_bytes,
                 ..
-            } => texts.prompt(*novelty, number, *prompt_bytes),
+            } => prompts::escaped(&texts.prompt(*novelty, number, *prompt_bytes)),
         }
     }
 }

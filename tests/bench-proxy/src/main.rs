@@ -10,6 +10,7 @@ mod attacks;
 mod backend;
 mod client;
 mod engines;
+mod faults;
 mod options;
 mod plane;
 mod process;

@@ -11,7 +11,7 @@ use anyhow::{Context as _, bail, ensure};
 use crate::admin::{Admin, Decided};
 use crate::client::{self, Load};
 use crate::engines::{Engine, EventPorts};
-use crate::options::{Cores, Options};
+use crate::options::{Cores, Mode, Options};
 use crate::plane::Plane;
 use crate::usage::{self, Usage};
 
@@ -374,16 +374,22 @@ fn worker(engine: &Engine) -> String {
 fn nginx(ports: Ports, engines: &[Engine], options: &Options, folder: &Path) -> String {
     let servers: String = engines
         .iter()
-        .map(|engine| format!("server {}; ", engine.address))
+        // By default it stops using an engine for 10 s after one reset.
+        .map(|engine| format!("server {} max_fails=0; ", engine.address))
         .collect();
     let (folder, threads) = (folder.display(), threads(options));
+    // Idle connections are among the attacks.
+    let connections = match options.mode {
+        Mode::Attacks => 8192,
+        Mode::Compare | Mode::Attacker { .. } => 1024,
+    };
     let Ports {
         address,
         http2_address,
     } = ports;
     format!(
         "daemon off; worker_processes {threads}; pid {folder}/pid; error_log {folder}/error warn;
-events {{ worker_connections 1024; }}
+events {{ worker_connections {connections}; }}
 http {{
   access_log off;
   client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy, sink};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
@@ -23,8 +23,7 @@ const SLOW_BODY_BYTES: usize = 32 << 20;
 /// Between two bytes of a slow head or body.
 const BYTE_PERIOD: Duration = Duration::from_secs(1);
 
-/// An answer that takes longer is given up.
-const ANSWER_MAX: Duration = Duration::from_secs(20);
+const MIB: u64 = 1 << 20;
 
 /// Time after which a client hangs up: the proxy works on its request by then.
 const HANG_UP_AFTER: Duration = Duration::from_millis(20);
@@ -89,7 +88,14 @@ struct Client {
 impl Client {
     /// Acts at the attack's pace.
     async fn repeat(self, number: u64) {
-        let Pace { clients, period } = self.attack.pace();
+        let Pace {
+            clients,
+            period,
+            is_spread,
+        } = self.attack.pace();
+        if is_spread {
+            sleep(period * number as u32 / clients as u32).await;
+        }
         let mut ticks = interval(period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         for number in (number..).step_by(clients as usize) {
@@ -104,11 +110,20 @@ impl Client {
 
     async fn act(&self, number: u64, period: Duration) -> anyhow::Result<()> {
         let target = self.target;
-        if self.attack == Attack::ResetStreams {
+        match self.attack {
             // Its acts are the streams.
-            return Ok(http2::reset_streams(target, period, &self.counts).await?);
+            Attack::ResetStreams => {
+                return Ok(http2::reset_streams(target, period, &self.counts).await?);
+            }
+            // Its acts are the connections that replace others.
+            Attack::IdleConnections => return self.hold_connections(number).await,
+            // Its acts are the MiB that it reads.
+            Attack::EndlessLines => {
+                let answer = self.send(number).await?;
+                return discard_answer(answer, &self.counts).await;
+            }
+            _ => self.counts.add(1),
         }
-        self.counts.add(1);
         match self.attack {
             Attack::SlowBodies => {
                 let length = format!("content-length: {SLOW_BODY_BYTES}\r\n\r\n");
@@ -127,17 +142,41 @@ impl Client {
             | Attack::OneLetter
             | Attack::Cjk
             | Attack::DeepJson
-            | Attack::HeaderBombs => {
+            | Attack::HeaderBombs
+            | Attack::Smuggling
+            | Attack::SilentEngines
+            | Attack::ResettingEngines
+            | Attack::ShortLengths
+            | Attack::LongLengths => {
                 let answer = read_answer(self.send(number).await?);
-                timeout(ANSWER_MAX, answer).await?
+                timeout(self.attack.answer_max(), answer).await?
             }
-            Attack::ResetStreams => Ok(()),
+            Attack::ResetStreams | Attack::IdleConnections | Attack::EndlessLines => Ok(()),
+        }
+    }
+
+    /// Holds an idle connection, which is replaced after each period. The clients' turns are spread
+    /// over the period.
+    async fn hold_connections(&self, number: u64) -> anyhow::Result<()> {
+        let Pace {
+            clients, period, ..
+        } = self.attack.pace();
+        let mut held_for = period * (number % clients) as u32 / clients as u32;
+        loop {
+            let mut stream = TcpStream::connect(self.target).await?;
+            let closed = timeout(held_for, stream.read(&mut [0; 1024])).await;
+            ensure!(closed.is_err(), "closed by the proxy");
+            self.counts.add(1);
+            held_for = period;
         }
     }
 
     /// Sends a whole request.
     async fn send(&self, number: u64) -> anyhow::Result<TcpStream> {
-        let index = number as usize % self.shapes.len().max(1);
+        // Each client sends all in turn, and clients begin with different ones.
+        let clients = self.attack.pace().clients;
+        let turn = number % clients + number / clients;
+        let index = turn as usize % self.shapes.len().max(1);
         let shape = self.shapes.get(index).context("no request")?;
         let (start, rest) = shape.numbered(number);
         let mut stream = TcpStream::connect(self.target).await?;
@@ -152,6 +191,17 @@ async fn read_answer(mut stream: TcpStream) -> anyhow::Result<()> {
     stream.read_to_end(&mut answer).await?;
     ensure!(answer.starts_with(b"HTTP/1.1 200"), "refused");
     Ok(())
+}
+
+/// Reads an answer to its end, counts its MiB and keeps nothing.
+async fn discard_answer(mut stream: TcpStream, counts: &Counts) -> anyhow::Result<()> {
+    let mut status = [0; 12];
+    stream.read_exact(&mut status).await?;
+    ensure!(status == *b"HTTP/1.1 200", "refused");
+    while copy(&mut (&mut stream).take(MIB), &mut sink()).await? == MIB {
+        counts.add(1);
+    }
+    anyhow::bail!("ended by the proxy")
 }
 
 /// Sends the start of a request, then a byte a second until the proxy answers or closes.

@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::Attack;
+use super::{Attack, smuggling};
+use crate::faults::Fault;
 use crate::prompts::{Novelty, Prompts};
 
 /// Below the router's largest prompt (8 MiB), with what its template adds.
@@ -14,8 +15,15 @@ const NESTING: usize = 100_000;
 
 const HEADER_BYTES: usize = 60_000;
 
-/// A request of which each copy differs by a number.
-pub struct Shape {
+/// A request that is sent whole.
+pub enum Shape {
+    Chat(Chat),
+    /// Head and body.
+    Raw(String),
+}
+
+/// A chat of which each copy differs by a number.
+pub struct Chat {
     headers: String,
     /// The body before the number.
     start: String,
@@ -26,15 +34,17 @@ pub struct Shape {
 impl Shape {
     /// The requests of an attack, to be sent in turn. Empty: it sends none whole.
     pub fn all(attack: Attack) -> anyhow::Result<Vec<Self>> {
-        Ok(match attack {
+        let chats = match attack {
+            Attack::Smuggling => return Ok(smuggling::requests().map(Self::Raw).into()),
             Attack::SlowBodies
             | Attack::SlowHeads
             | Attack::Connections
             | Attack::ResetStreams
-            | Attack::UnreadStreams => Vec::new(),
+            | Attack::UnreadStreams
+            | Attack::IdleConnections => Vec::new(),
             Attack::ManyKeys => vec![many_keys()],
             Attack::Prose => {
-                let text = Prompts::load()?.prompt(Novelty::New, 0, PROMPT_BYTES);
+                let text = Prompts::prose()?.prompt(Novelty::New, 0, PROMPT_BYTES);
                 vec![chat(String::new(), &text)]
             }
             Attack::OneLetter => vec![chat(String::new(), &"a".repeat(PROMPT_BYTES))],
@@ -45,11 +55,35 @@ impl Shape {
             Attack::HeaderBombs => [1, 60, 9_000]
                 .map(|count| chat(headers(count), "Hi."))
                 .into(),
-        })
+            Attack::SilentEngines => vec![marked(Fault::Silence)],
+            Attack::ResettingEngines => [
+                Fault::ResetBeforeHead,
+                Fault::ResetAfterHead,
+                Fault::ResetWithinBody,
+            ]
+            .map(marked)
+            .into(),
+            Attack::ShortLengths => vec![marked(Fault::ShortLength)],
+            Attack::LongLengths => [Fault::LongLengthAndEnd, Fault::LongLengthAndSilence]
+                .map(marked)
+                .into(),
+            Attack::EndlessLines => vec![marked(Fault::EndlessLine)],
+        };
+        Ok(chats.into_iter().map(Self::Chat).collect())
     }
 
-    /// The request's head and the body's start, and the rest.
+    /// The request's start with a number, and its rest.
     pub fn numbered(&self, number: u64) -> (String, &str) {
+        match self {
+            Self::Chat(chat) => (chat.numbered_start(number), &chat.rest),
+            Self::Raw(request) => (String::new(), request),
+        }
+    }
+}
+
+impl Chat {
+    /// The head and the body's start.
+    fn numbered_start(&self, number: u64) -> String {
         let Self {
             headers,
             start,
@@ -57,44 +91,53 @@ impl Shape {
         } = self;
         let start = format!("{start}{number:010}");
         let length = start.len() + rest.len();
-        let head = format!(
+        format!(
             "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\
              content-type: application/json\r\n{headers}content-length: {length}\r\n\r\n{start}"
-        );
-        (head, rest)
+        )
     }
 }
 
-fn chat(headers: String, text: &str) -> Shape {
+fn chat(headers: String, text: &str) -> Chat {
     let start = r#"{"model":"m","max_tokens":16,"messages":[{"role":"user","content":"Question "#;
-    Shape {
+    Chat {
         headers,
         start: start.to_owned(),
         rest: format!(". {text}\"}}]}}"),
     }
 }
 
-fn many_keys() -> Shape {
+/// A chat that an engine answers with the fault.
+fn marked(fault: Fault) -> Chat {
+    let text = format!("{}. Hi.", fault.mark());
+    if fault.is_of_streams() {
+        with_field(&text, "stream", "true")
+    } else {
+        chat(String::new(), &text)
+    }
+}
+
+fn many_keys() -> Chat {
     let mut keys = String::new();
     for key in 0..KEYS {
         let comma = if key == 0 { "" } else { "," };
         // Writing into a string does not fail.
         let _ = write!(keys, "{comma}\"key{key:06}\":1");
     }
-    with_field("chat_template_kwargs", &format!("{{{keys}}}"))
+    with_field("Hi.", "chat_template_kwargs", &format!("{{{keys}}}"))
 }
 
-/// A short chat with one more field.
-fn with_field(name: &str, value: &str) -> Shape {
-    let shape = chat(String::new(), "Hi.");
-    let open = shape.rest.strip_suffix('}').unwrap_or_default();
+/// A chat with one more field.
+fn with_field(text: &str, name: &str, value: &str) -> Chat {
+    let chat = chat(String::new(), text);
+    let open = chat.rest.strip_suffix('}').unwrap_or_default();
     let rest = format!("{open},\"{name}\":{value}}}");
-    Shape { rest, ..shape }
+    Chat { rest, ..chat }
 }
 
-fn deep(field: &str) -> Shape {
+fn deep(field: &str) -> Chat {
     let (open, close) = ("[".repeat(NESTING), "]".repeat(NESTING));
-    with_field(field, &format!("{{\"a\":{open}{close}}}"))
+    with_field("Hi.", field, &format!("{{\"a\":{open}{close}}}"))
 }
 
 /// So many headers of 60 KB in all.
