@@ -1,8 +1,8 @@
 //! The process around the core of every Warmroute binary: shared flags and environment names
-//! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`],
-//! [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`], [`connection_threads`],
-//! [`engine_answer`]), [`tls`], files that are read again ([`small_file`], [`followed_file`]),
-//! [`open_files`], [`tasks`], [`signals`], and the life cycle ([`host`]).
+//! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`] and a bound of
+//! their lines ([`log_limit`]), [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`],
+//! [`connection_threads`], [`engine_answer`]), [`tls`], files that are read again ([`small_file`],
+//! [`followed_file`]), [`open_files`], [`tasks`], [`signals`], and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
 
 pub mod access;
@@ -16,6 +16,7 @@ pub mod env;
 pub mod followed_file;
 pub mod host;
 pub mod listen;
+pub mod log_limit;
 pub mod logs;
 pub mod metrics;
 pub mod metrics_page;

@@ -108,6 +108,12 @@ const TWO_HOSTS: &str = concat!(
     r#""type":"invalid_request_error","param":null,"code":"repeated_host"}}"#,
 );
 
+/// The answer to a request whose end two parties may see in two places: RFC 9112, section 6.1.
+const TWO_ENCODINGS: &str = concat!(
+    r#"{"error":{"message":"A request must have one Transfer-Encoding header only.","#,
+    r#""type":"invalid_request_error","param":null,"code":"repeated_transfer_encoding"}}"#,
+);
+
 /// The client's address; an extension of every request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerAddress(pub SocketAddr);
@@ -630,15 +636,11 @@ fn serve_request(
 ) -> impl Future<Output = Result<Response<InFlightBody>, Infallible>> + Send + 'static + use<> {
     let in_flight = activity.begin();
     let version = request.version();
+    let is_twice = |name| request.headers().get_all(name).iter().nth(1).is_some();
     let served = match role {
-        _ if request
-            .headers()
-            .get_all(header::HOST)
-            .iter()
-            .nth(1)
-            .is_some() =>
-        {
-            Err(refusal(StatusCode::BAD_REQUEST, TWO_HOSTS))
+        _ if is_twice(header::HOST) => Err(refusal(StatusCode::BAD_REQUEST, TWO_HOSTS)),
+        _ if is_twice(header::TRANSFER_ENCODING) => {
+            Err(refusal(StatusCode::BAD_REQUEST, TWO_ENCODINGS))
         }
         ConnectionRole::Outdated => Err(refusal(StatusCode::MISDIRECTED_REQUEST, OUTDATED)),
         ConnectionRole::ProbesOnly if !is_probe(request.uri().path()) => Err(full()),

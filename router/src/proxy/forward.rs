@@ -12,6 +12,7 @@ use std::time::Duration;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use tokio::time::Instant;
+use warmroute_process::log_limit::LogLimit;
 use warmroute_proto::{DpRank, Source};
 
 use super::App;
@@ -36,6 +37,12 @@ const ATTEMPTS_MAX: usize = 3;
 
 /// Attempts of one request that end with a closed connection.
 const BROKEN_MAX: usize = 2;
+
+/// Lines of the log that one client may cause by requests on which engines break.
+static UNANSWERED: LogLimit = LogLimit::new();
+static TWO_LENGTHS: LogLimit = LogLimit::new();
+
+const REFUSED_FRAMING: &str = "answer with a length and chunks, not passed on";
 
 /// What is sent, equal at every attempt.
 pub(super) struct ForwardedRequest {
@@ -159,7 +166,9 @@ impl App {
             let reason = match result {
                 Ok(head) if headers::has_two_lengths(head.response.headers()) => {
                     let worker = &source.worker;
-                    tracing::warn!(%worker, "answer with a length and chunks, not passed on");
+                    if let Some(left_out) = TWO_LENGTHS.admit() {
+                        tracing::warn!(%worker, left_out, "{REFUSED_FRAMING}");
+                    }
                     placement.tracked.report(RequestResult::Broken);
                     placement.slot.fail();
                     return Err(ProxyError::Upstream);
@@ -249,7 +258,9 @@ impl App {
     fn failed(&self, placement: &mut Placement, error: &AttemptError) -> RetryReason {
         let decision = &placement.decision;
         let (worker, url) = (&decision.source.worker, &decision.url);
-        tracing::warn!(%worker, %error, "worker did not answer");
+        if let Some(left_out) = UNANSWERED.admit() {
+            tracing::warn!(%worker, %error, left_out, "worker did not answer");
+        }
         let reason = match error {
             AttemptError::Request(error) if is_refused(error) => {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);

@@ -120,13 +120,16 @@ async fn heads_of_too_many_headers_or_bytes_are_refused() {
 
 /// A proxy and the server could read two different ones.
 #[tokio::test]
-async fn a_request_with_two_hosts_is_refused() {
+async fn a_request_with_two_hosts_or_transfer_encodings_is_refused() {
     let (address, _, shutdown) = serve(2).await;
     let host = |name: &str| ("host".to_owned(), name.to_owned());
+    let chunked = || ("transfer-encoding".to_owned(), "chunked".to_owned());
     for (headers, expected) in [
         (vec![host("a")], 200),
         (vec![host("a"), host("b")], 400),
         (vec![host("a"), host("a")], 400),
+        (vec![host("a"), chunked()], 200),
+        (vec![host("a"), chunked(), chunked()], 400),
     ] {
         let mut stream = TcpStream::connect(address).await.unwrap();
         let answer = ask(&mut stream, &headers).await;
