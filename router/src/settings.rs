@@ -33,7 +33,9 @@ use crate::metrics::{Metrics, ReloadResult};
 
 pub(crate) use engines::{EngineAuthorization, SeparateCaches};
 pub(crate) use file::is_plain_path;
-pub(crate) use file::{CompletionPrompts, MultimodalRule, RecordingRule, ResumeRule};
+pub(crate) use file::{
+    CompletionPrompts, MultimodalRule, RecordingRule, ResumeRule, TenantHint, WorkerHint,
+};
 pub use file::{Settings, SettingsError};
 pub(crate) use keys::ExplainRule;
 pub(crate) use queue::QueueLengths;

@@ -124,7 +124,7 @@ impl App {
         let ask = RouteRequest {
             model: &routing.model,
             prompt: &routing.prompt,
-            exclude: &routing.exclude,
+            exclude: &routing.excluded.sources,
         };
         let slot = placement.slot.counter();
         let moved = self.core.reconsider(slot, &ask, routing.index.as_ref());

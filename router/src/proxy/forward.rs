@@ -70,9 +70,24 @@ pub(super) struct Routing {
     /// How a client that leaves before the answer's head counts; `None`: the stream that the request
     /// goes on with counts it.
     pub cancel: Option<CancelPhase>,
-    /// Sources that must not get the request.
-    pub exclude: Vec<Source>,
+    pub excluded: ExcludedSources,
     pub hints: QueueHints,
+}
+
+/// Sources that must not get a request.
+pub(super) struct ExcludedSources {
+    pub sources: Vec<Source>,
+    /// Excluded for a client's hint, which ends with a failure.
+    pub for_hint: bool,
+}
+
+impl From<Vec<Source>> for ExcludedSources {
+    fn from(sources: Vec<Source>) -> Self {
+        Self {
+            sources,
+            for_hint: false,
+        }
+    }
 }
 
 /// An engine's response head, with the slot that is still open.
@@ -148,7 +163,7 @@ impl App {
         pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
         let mut history = AttemptHistory {
-            tried: routing.exclude.clone(),
+            tried: routing.excluded.sources.clone(),
             ..AttemptHistory::default()
         };
         loop {
@@ -194,6 +209,9 @@ impl App {
                     reason
                 }
             };
+            if routing.excluded.for_hint && history.attempts == 1 {
+                history.tried.clear();
+            }
             history.exclude(&source, &self.fleet);
             self.metrics.retried(reason);
         }

@@ -116,6 +116,7 @@ async fn serve(
         headers: call.to_engine(parts.headers),
         body: body.bytes.clone(),
     };
+    let excluded = app.excluded(owner.as_ref(), &request.headers, &model);
     let mut routing = Routing {
         model,
         prompt: Arc::new(prompt.with_session(session)),
@@ -126,7 +127,7 @@ async fn serve(
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
         cancel: Some(CancelPhase::BeforeHead),
-        exclude: owner.map_or_else(Vec::new, |owner| app.fleet.other_sources(&owner)),
+        excluded,
         hints,
     };
     let decision_time = complete.elapsed();
@@ -135,9 +136,8 @@ async fn serve(
     call.report.record = app.sinks.recorder.open(&routing.prompt);
     let mut answer = app.forward(call, &request, &mut routing, &mut wait).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
-    let placement = &mut answer.placement;
-    let moved_from = placement.moved_from.take();
-    let decision = &mut placement.decision;
+    let moved_from = answer.placement.moved_from.take();
+    let decision = &mut answer.placement.decision;
     let entry = (app.journal).record(request_id, &routing.model, decision, moved_from);
     let on_beginning = (route == openai::PromptRoute::Responses)
         .then(|| app.learn_answer(call, &decision.source.worker));

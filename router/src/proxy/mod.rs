@@ -15,6 +15,7 @@ mod headers;
 mod images;
 mod models;
 mod passthrough;
+mod peer_hints;
 mod plan;
 mod prompt_jobs;
 mod prompt_pool;
@@ -51,6 +52,7 @@ use crate::fleet::Fleet;
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
+use crate::openai::OpenAiError;
 use crate::ready::Ready;
 use crate::route::Policy;
 use crate::settings::LiveSettings;
@@ -60,6 +62,7 @@ use crate::tokenizers::Tokenizers;
 use body::{BufferedBody, head_bytes};
 use call::Call;
 use generate::INLINE_BYTES_MAX;
+use peer_hints::TenantSalt;
 
 /// Everything that a request needs.
 pub(crate) struct App {
@@ -86,6 +89,29 @@ pub(crate) struct App {
     pub tenants: Arc<Tenants>,
 }
 
+/// What changes a request's body.
+enum BodyRule {
+    Tenant(Arc<TenantVisit>),
+    Hint(TenantSalt),
+}
+
+impl BodyRule {
+    fn adds_members(&self) -> bool {
+        match self {
+            Self::Tenant(visit) => visit.adds_members(),
+            Self::Hint(_) => true,
+        }
+    }
+
+    /// The body for the engine; `None` if it is the client's.
+    fn imposed(&self, path: &str, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
+        match self {
+            Self::Tenant(visit) => visit.imposed(path, body),
+            Self::Hint(tenant) => tenant.imposed(body),
+        }
+    }
+}
+
 impl App {
     /// Reads a request's body, and applies its tenant's rules to it.
     async fn read_body(
@@ -100,24 +126,27 @@ impl App {
             .await?;
         let path = head.uri.path();
         let ruled = |visit: &&Arc<TenantVisit>| visit.changes_body(&head.method, path);
-        let Some(visit) = call.tenant().filter(ruled) else {
+        let rule = match call.tenant() {
+            Some(_) => call.tenant().filter(ruled).cloned().map(BodyRule::Tenant),
+            None => self.hinted_tenant(&head.headers, path).map(BodyRule::Hint),
+        };
+        let Some(rule) = rule else {
             return Ok(body);
         };
         let imposed = if body.bytes.len() <= INLINE_BYTES_MAX {
-            visit.imposed(path, &body.bytes)
+            rule.imposed(path, &body.bytes)
         } else {
             // The client's bytes are kept until the copy is whole.
-            let copied = if visit.adds_members() {
+            let copied = if rule.adds_members() {
                 body.bytes.len()
             } else {
                 0
             };
             let copy = self.bodies.charge(copied);
             let copy = copy.ok_or(ProxyError::BuffersFull)?;
-            let (visit, body) = (Arc::clone(visit), body.clone());
-            let path = path.to_owned();
+            let (path, body) = (path.to_owned(), body.clone());
             let imposed = blocking::run(move || {
-                let imposed = visit.imposed(&path, &body.bytes);
+                let imposed = rule.imposed(&path, &body.bytes);
                 drop((body, copy));
                 imposed
             });

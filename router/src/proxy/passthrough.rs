@@ -109,6 +109,11 @@ pub(super) async fn forward(
         headers: call.to_engine(parts.headers.clone()),
         body: body.clone(),
     };
+    let owner = match &target {
+        Target::Any => None,
+        Target::Only(worker) => Some(worker),
+    };
+    let excluded = app.excluded(owner, &request.headers, &model);
     let mut routing = Routing {
         model,
         prompt: Arc::new(prompt.with_session(headers::session(&parts.headers))),
@@ -119,10 +124,7 @@ pub(super) async fn forward(
         // Such a request may have effects that an abort leaves half done.
         movable: false,
         cancel: Some(CancelPhase::BeforeHead),
-        exclude: match target {
-            Target::Any => Vec::new(),
-            Target::Only(worker) => app.fleet.other_sources(&worker),
-        },
+        excluded,
         hints,
     };
     call.report.prompt(&routing.prompt);

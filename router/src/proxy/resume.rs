@@ -159,7 +159,7 @@ impl ResumableAnswer {
             holds_head: true,
             movable: true,
             cancel: None,
-            exclude: self.lost.clone(),
+            excluded: self.lost.clone().into(),
             hints: self.hints,
         };
         let request = ForwardedRequest {

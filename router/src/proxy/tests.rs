@@ -4,6 +4,7 @@
 mod hostile;
 mod images;
 mod moving;
+mod peer_hints;
 mod queueing;
 mod resuming;
 mod routes;

@@ -70,8 +70,10 @@ pub struct Settings {
     /// 0: as many as the machine's processors suggest.
     request_threads: Ranged<0, THREADS_MAX>,
     pub(crate) resume_streams: ResumeRule,
+    pub(crate) tenant_hint: TenantHint,
     pub(super) tls: PortTls,
     tracing: TracingSettings,
+    pub(crate) worker_hint: WorkerHint,
     pub(crate) workers: Vec<WorkerSpec>,
     pub(super) workers_file: PathBuf,
     #[serde(deserialize_with = "super::tenants::tenants")]
@@ -103,8 +105,10 @@ impl Default for Settings {
             recording_max_bytes: RecordingBytes(1 << 30),
             request_threads: Ranged(0),
             resume_streams: ResumeRule::Off,
+            tenant_hint: TenantHint::Ignore,
             tls: PortTls::default(),
             tracing: TracingSettings::default(),
+            worker_hint: WorkerHint::Ignore,
             workers: Vec::new(),
             workers_file: PathBuf::new(),
             tenants: [].into(),
@@ -177,6 +181,26 @@ pub(crate) enum ResumeRule {
     Completions,
     /// Also chats: the engines run no parser on answers without tools.
     All,
+}
+
+/// What becomes of the worker and rank that a client names in `x-dynamo-…` headers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum WorkerHint {
+    #[default]
+    Ignore,
+    /// They get the request while they can take it.
+    Follow,
+}
+
+/// What becomes of the tenant that a client names in `x-tenant-id`, where the router has none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum TenantHint {
+    #[default]
+    Ignore,
+    /// It divides the engines' caches.
+    CacheSalt,
 }
 
 /// An origin of web pages, or `*`.
@@ -302,6 +326,8 @@ impl Settings {
             multimodal: self.multimodal,
             prompt_timeout_ms: self.prompt_timeout_ms,
             resume_streams: self.resume_streams,
+            tenant_hint: self.tenant_hint,
+            worker_hint: self.worker_hint,
             tenants: tenants.into(),
             engines: self.engines.without_files(),
             ..Self::default()

@@ -31,6 +31,8 @@ fn each_key_sets_its_value() {
         recording_max_bytes = 1048576
         request_threads = 12
         resume_streams = "all"
+        tenant_hint = "cache-salt"
+        worker_hint = "follow"
         [[workers]]
         url = "http://h:1"
         kv = "tcp://h:2"
@@ -58,6 +60,8 @@ fn each_key_sets_its_value() {
     assert_eq!(settings.resume_streams, ResumeRule::All);
     assert_eq!(settings.completion_prompts, CompletionPrompts::TokenIds);
     assert_eq!(settings.multimodal, MultimodalRule::Render);
+    assert_eq!(settings.tenant_hint, TenantHint::CacheSalt);
+    assert_eq!(settings.worker_hint, WorkerHint::Follow);
     assert_eq!(Settings::default().recording(), None);
     let worker = "http://h:1,kv=tcp://h:2,id=a,ranks=2".parse().unwrap();
     assert_eq!(settings.workers, [worker]);

@@ -1,0 +1,110 @@
+//! Hints that clients of other routers send, followed where the settings say so.
+//!
+//! A gateway that has chosen a worker names it. The hint counts while that worker can take the
+//! request: one that is unknown or unhealthy is chosen around, and a failure ends it.
+
+use axum::http::{HeaderMap, HeaderName};
+use warmroute_proto::{Source, WorkerId};
+
+use super::App;
+use super::forward::ExcludedSources;
+use crate::openai::{ImposedFields, OpenAiError, impose};
+use crate::settings::{TenantHint, WorkerHint};
+
+const WORKER: HeaderName = HeaderName::from_static("x-dynamo-worker-instance-id");
+const RANK: HeaderName = HeaderName::from_static("x-dynamo-dp-rank");
+const TENANT: HeaderName = HeaderName::from_static("x-tenant-id");
+
+/// Routes whose engines read `cache_salt`.
+const SALTED_ROUTES: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/v1/responses"];
+
+/// vLLM's bound of a salt.
+const SALT_BYTES_MAX: usize = 128;
+
+impl App {
+    /// The sources that must not get a request: all but its owner's, or but those that it names.
+    pub(super) fn excluded(
+        &self,
+        owner: Option<&WorkerId>,
+        headers: &HeaderMap,
+        model: &str,
+    ) -> ExcludedSources {
+        match owner {
+            Some(owner) => self.fleet.other_sources(owner).into(),
+            None => ExcludedSources {
+                sources: self.others_than_hinted(headers, model),
+                for_hint: true,
+            },
+        }
+    }
+
+    /// The sources of a model that a request does not name. Empty: it names none that can take it.
+    fn others_than_hinted(&self, headers: &HeaderMap, model: &str) -> Vec<Source> {
+        let settings = self.settings.current();
+        let named = match settings.worker_hint {
+            WorkerHint::Ignore => None,
+            WorkerHint::Follow => headers.get(WORKER).and_then(|name| name.to_str().ok()),
+        };
+        let Some(worker) = named else {
+            return Vec::new();
+        };
+        let rank = headers
+            .get(RANK)
+            .and_then(|rank| rank.to_str().ok()?.parse().ok());
+        let is_hinted = |source: &&Source| {
+            let is_rank = rank.is_none_or(|rank: u32| rank == source.dp_rank.0);
+            source.worker.as_str() == worker && is_rank
+        };
+        let core = self.core.core();
+        let candidates = core.fleet().candidates(model).unwrap_or_default();
+        let sources = || candidates.iter().map(|candidate| &candidate.source);
+        if !sources().any(|source| is_hinted(&source)) {
+            return Vec::new();
+        }
+        sources()
+            .filter(|source| !is_hinted(source))
+            .cloned()
+            .collect()
+    }
+
+    /// The tenant that a request to a router without tenants names.
+    pub(super) fn hinted_tenant(&self, headers: &HeaderMap, path: &str) -> Option<TenantSalt> {
+        if !SALTED_ROUTES.contains(&path) {
+            return None;
+        }
+        let name = headers.get(TENANT)?;
+        let settings = self.settings.current();
+        let is_followed = settings.tenants.is_empty();
+        match settings.tenant_hint {
+            TenantHint::CacheSalt if is_followed => {
+                Some(TenantSalt(name.to_str().unwrap_or_default().to_owned()))
+            }
+            TenantHint::CacheSalt | TenantHint::Ignore => None,
+        }
+    }
+}
+
+/// A tenant's name, by which the engine's cache is divided.
+#[derive(Clone)]
+pub(super) struct TenantSalt(String);
+
+impl TenantSalt {
+    /// The body for the engine; `None` if it has a salt of its own, which it keeps.
+    pub(super) fn imposed(&self, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
+        let name = &self.0;
+        let is_salt = (1..=SALT_BYTES_MAX).contains(&name.len())
+            && name
+                .bytes()
+                .all(|byte| byte.is_ascii_graphic() && !b"@/\\".contains(&byte));
+        if !is_salt {
+            let message =
+                "`x-tenant-id` must be a cache salt: 1 to 128 characters without `@`, `/`, `\\`.";
+            return Err(OpenAiError::invalid("x-tenant-id", message).with_code("invalid_tenant"));
+        }
+        let fields = ImposedFields {
+            salt: Some(Box::new(|own| own.unwrap_or(name).to_owned())),
+            ..ImposedFields::default()
+        };
+        impose(body, &fields)
+    }
+}
