@@ -40,6 +40,9 @@ const ACTIVE_TOKENS: u32 = 2_000;
 const COMMON_BLOCKS: u32 = 32;
 const DECISIONS: u32 = 2_000;
 
+/// Slots with two events each that wait for the core, as many as a router lets wait.
+const NOTED_SLOTS: u32 = 8;
+
 /// Sources that hold the beginning of the prompt.
 #[derive(Clone, Copy)]
 enum Holding {
@@ -213,8 +216,8 @@ impl Fleet {
         begin.elapsed()
     }
 
-    fn measure(&mut self, holding: Holding) -> [Vec<Duration>; 3] {
-        let mut spans: [Vec<Duration>; 3] = Default::default();
+    fn measure(&mut self, holding: Holding) -> [Vec<Duration>; 4] {
+        let mut spans: [Vec<Duration>; 4] = Default::default();
         for _ in 0..DECISIONS {
             self.asked += 1;
             let common = match holding {
@@ -227,11 +230,29 @@ impl Fleet {
             let begun = self.note(SlotEvent::FirstToken { counter });
             let end = SlotEnd::Aborted;
             let ended = self.note(SlotEvent::End { counter, end });
-            for (span, time) in spans.iter_mut().zip([decided, begun, ended]) {
+            let held = self.hold(&prompt, holding);
+            for (span, time) in spans.iter_mut().zip([decided, begun, ended, held]) {
                 span.push(time);
             }
         }
         spans
+    }
+
+    /// A decision with the events that waited for it.
+    fn hold(&mut self, prompt: &Prompt, holding: Holding) -> Duration {
+        let answers = [self.index.answer(holding), self.index.answer(holding)];
+        let noted: Vec<u64> = (0..NOTED_SLOTS)
+            .map(|_| self.admit(prompt, &answers[0]).0)
+            .collect();
+        let end = SlotEnd::Aborted;
+        let mut held = Duration::ZERO;
+        for counter in noted {
+            held += self.note(SlotEvent::FirstToken { counter });
+            held += self.note(SlotEvent::End { counter, end });
+        }
+        let (counter, decided) = self.admit(prompt, &answers[1]);
+        self.note(SlotEvent::End { counter, end });
+        held + decided
     }
 }
 
@@ -250,8 +271,10 @@ fn main() {
     } else {
         asked
     };
-    println!("µs, p50 p99  sources  holders | decision      | first token   | end           |");
-    for policy in [Policy::Time, Policy::Kv] {
+    println!(
+        "µs, p50 p99  sources  holders | decision      | first token   | end           | with 16 events |"
+    );
+    for policy in [Policy::Time, Policy::Kv, Policy::RoundRobin] {
         for &sources in &sizes {
             let mut fleet = Fleet::new(policy, sources);
             for (holders, holding) in [
@@ -260,9 +283,9 @@ fn main() {
                 ("all", Holding::All),
             ] {
                 let spans = fleet.measure(holding).map(quantiles);
-                let [decided, begun, ended] = spans;
+                let [decided, begun, ended, held] = spans;
                 let policy = policy.label();
-                println!("{policy:11} {sources:8} {holders:>8} | {decided} {begun} {ended}");
+                println!("{policy:11} {sources:8} {holders:>8} | {decided} {begun} {ended} {held}");
             }
         }
     }
