@@ -4,6 +4,7 @@ use warmroute_proto::codec::{Message, VERSION, decode, encode, seal};
 use warmroute_proto::load::{
     LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry,
 };
+use warmroute_proto::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, RegistryWrite};
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
     DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest,
@@ -12,6 +13,7 @@ use warmroute_proto::registry::{
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
+use warmroute_proto::tenant_use::{TenantLevels, TenantReport};
 use warmroute_proto::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
 use warmroute_proto::{Heartbeat, Record};
 
@@ -30,49 +32,61 @@ pub(crate) fn codec(data: &[u8]) {
     }
 }
 
-fn messages(data: &[u8]) {
-    canonical::<Record>(data);
-    canonical::<Heartbeat>(data);
-    canonical::<IndexQuery>(data);
-    canonical::<IndexAnswer>(data);
-    canonical::<LoadMessage>(data);
-    canonical::<WorkerEntry>(data);
-    canonical::<GenerationEntry>(data);
-    canonical::<ResyncRequest>(data);
-    canonical::<LoadHeartbeat>(data);
-    canonical::<LoadFrame>(data);
-    canonical::<LoadRequest>(data);
-    canonical::<LoadAnswer>(data);
-    canonical::<RouterEntry>(data);
-    canonical::<SnapshotHead>(data);
-    canonical::<SnapshotPointer>(data);
-    canonical::<IndexerEntry>(data);
-    canonical::<SnapshotLease>(data);
-    canonical::<ShimEntry>(data);
-    canonical::<ViewPageRequest>(data);
-    canonical::<ViewPage>(data);
-    canonical::<DrainEntry>(data);
-    canonical::<HoldQuery>(data);
-    canonical::<HoldAnswer>(data);
-    canonical::<DemotionEntry>(data);
-    canonical::<DrainContext>(data);
-    canonical::<RouterFacts>(data);
-    canonical::<RouterRefusals>(data);
-    canonical::<RosterPageRequest>(data);
-    canonical::<RosterPage>(data);
-    canonical::<HolderQuery>(data);
-    canonical::<HolderAnswer>(data);
-    canonical::<ReplicaFaultsRequest>(data);
-    canonical::<ReplicaFaults>(data);
+/// The number of decoders that accept the bytes.
+pub(crate) fn messages(data: &[u8]) -> usize {
+    let accepted = [
+        canonical::<Record>(data),
+        canonical::<Heartbeat>(data),
+        canonical::<IndexQuery>(data),
+        canonical::<IndexAnswer>(data),
+        canonical::<LoadMessage>(data),
+        canonical::<WorkerEntry>(data),
+        canonical::<GenerationEntry>(data),
+        canonical::<ResyncRequest>(data),
+        canonical::<LoadHeartbeat>(data),
+        canonical::<LoadFrame>(data),
+        canonical::<LoadRequest>(data),
+        canonical::<LoadAnswer>(data),
+        canonical::<RouterEntry>(data),
+        canonical::<SnapshotHead>(data),
+        canonical::<SnapshotPointer>(data),
+        canonical::<IndexerEntry>(data),
+        canonical::<SnapshotLease>(data),
+        canonical::<ShimEntry>(data),
+        canonical::<ViewPageRequest>(data),
+        canonical::<ViewPage>(data),
+        canonical::<DrainEntry>(data),
+        canonical::<HoldQuery>(data),
+        canonical::<HoldAnswer>(data),
+        canonical::<DemotionEntry>(data),
+        canonical::<DrainContext>(data),
+        canonical::<RouterFacts>(data),
+        canonical::<RouterRefusals>(data),
+        canonical::<RosterPageRequest>(data),
+        canonical::<RosterPage>(data),
+        canonical::<HolderQuery>(data),
+        canonical::<HolderAnswer>(data),
+        canonical::<ReplicaFaultsRequest>(data),
+        canonical::<ReplicaFaults>(data),
+        canonical::<TenantReport>(data),
+        canonical::<TenantLevels>(data),
+        canonical::<RegistryWrite>(data),
+        canonical::<PeerBeacon>(data),
+        canonical::<RegistryPageRequest>(data),
+        canonical::<RegistryPage>(data),
+    ];
+    accepted.into_iter().filter(|accepted| *accepted).count()
 }
 
-fn canonical<M: Message>(data: &[u8]) {
-    if let Ok(message) = decode::<M>(data) {
-        let again = encode(&message).unwrap_or_default();
-        if data.first() == Some(&VERSION) {
-            assert_eq!(again, data);
-        } else {
-            assert!(decode::<M>(&again).is_ok(), "rewritten in this version");
-        }
+fn canonical<M: Message>(data: &[u8]) -> bool {
+    let Ok(message) = decode::<M>(data) else {
+        return false;
+    };
+    let again = encode(&message).unwrap_or_default();
+    if data.first() == Some(&VERSION) {
+        assert_eq!(again, data);
+    } else {
+        assert!(decode::<M>(&again).is_ok(), "rewritten in this version");
     }
+    true
 }

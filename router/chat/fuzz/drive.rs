@@ -1,7 +1,8 @@
 //! The fuzz targets' bodies, which the corpus test runs as well.
 #![allow(dead_code, reason = "each user of this file runs one of the functions")]
 
-use std::collections::BTreeMap;
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -9,7 +10,10 @@ use warmroute_chat::openai::{
     PromptList, PromptRoute, PromptSource, SpecialTokens, SseEvent, SseSplitter, StreamObserver,
     TokenUsage, form_field, parse,
 };
-use warmroute_chat::tokenize::{ChatTemplates, CivilTime, ReferenceComparison, Tokenizer};
+use warmroute_chat::tokenize::{
+    ChatTemplates, CivilTime, ReferenceComparison, RenderBound, RenderError, RenderLimits,
+    Tokenizer,
+};
 
 const TEMPLATES: [&str; 6] = [
     include_str!("../testdata/templates/chatml_tools.jinja"),
@@ -111,6 +115,303 @@ pub(crate) fn chat(data: &[u8]) {
                 .expect("bytes always encode");
             assert!(ids.len() <= text.len());
         }
+    }
+}
+
+/// Parts of template sources.
+const FRAGMENTS: [&str; 80] = [
+    "{% for message in messages %}",
+    "{% for key, value in message.items() %}",
+    "{% for a in range(40) %}",
+    "{% for tool in tools recursive %}",
+    "{% endfor %}",
+    "{% endfor -%}\n",
+    "{% if message.role == 'user' %}",
+    "{% if loop.first and not loop.last %}",
+    "{% elif tools is defined %}",
+    "{% else %}",
+    "{% endif %}",
+    "{%- endif +%}\n  ",
+    "{{ message.content }}",
+    "{{ message['content'] | trim }}",
+    "{{- '<|im_start|>' + message.role + '\\n' -}}",
+    "{{ 'a' + message.content + bos_token }}",
+    "{% set ns = namespace(found=false, n=0) %}",
+    "{% set ns.n = ns.n + 1 %}",
+    "{% set x = messages %}",
+    "{% set messages = messages[1:] %}",
+    "{% set content %}",
+    "{% endset %}",
+    "{% macro show(x, depth=0) %}",
+    "{% endmacro %}",
+    "{{ show(messages) }}",
+    "{% call show(1) %}",
+    "{% endcall %}",
+    "{% with x = tools %}",
+    "{% endwith %}",
+    "{% filter upper %}",
+    "{% endfilter %}",
+    "{% include 'default' %}",
+    "{% block a %}",
+    "{% endblock %}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{% raw %}",
+    "{% endraw %}",
+    "{% break %}",
+    "{% continue %}",
+    "{{ raise_exception('no') }}",
+    "{{ tools | tojson(indent=2) }}",
+    "{{ strftime_now('%d %b %Y') }}",
+    "{{ messages[::-1] | length }}",
+    "{{ (messages | last).content.split('\\n')[-1].strip() }}",
+    "{{ loop.index0 }}{{ loop.previtem }}",
+    "{# ",
+    " #}",
+    "{% ",
+    "{%- ",
+    " %}",
+    " -%}",
+    "{{ ",
+    " }}",
+    "messages",
+    "message.content",
+    "add_generation_prompt",
+    "show",
+    "loop",
+    "[0]",
+    "[-9:7:2]",
+    "[",
+    "]",
+    "(",
+    ")",
+    ".replace('a', 'bb')",
+    " | join(', ')",
+    " | selectattr('role', 'equalto', 'user') | list",
+    " | map(attribute='content')",
+    " | dictsort | string",
+    " + ",
+    " ~ ",
+    " * 7",
+    " not in ",
+    " is none",
+    " if x else ",
+    "'%s %5.2f' % ",
+    "1.5e3",
+    "\"\\u00e9\"",
+    "🙂\n\u{301}",
+];
+
+/// Sources are cut to this length, and loop so often at most, so that one takes milliseconds.
+const SOURCE_BYTES_MAX: usize = 4 << 10;
+const LOOPS_MAX: usize = 5;
+
+/// Many writes of a template that prints lists: it ends there.
+const WRITES_MAX: usize = 1 << 20;
+
+/// A loop of more instructions than a short rendering may execute. It uses no name that a template
+/// may have given another value.
+const LONG_LOOP: &str = "{% for _ in [1,2,3,4,5,6,7,8,9,10] %}{% for _ in [1,2,3,4,5,6,7,8,9,10] %}\
+    {% for _ in [1,2,3,4,5,6,7,8,9,10] %}{% for _ in [1,2,3,4,5,6,7,8,9,10] %}\
+    {% for _ in [1,2,3,4,5,6,7,8,9,10] %}{% endfor %}{% endfor %}{% endfor %}{% endfor %}\
+    {% endfor %}";
+
+const TEMPLATE_CHAT: &str = r#"{"model": "m", "messages": [
+    {"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "a b\nc"},
+    {"role": "assistant", "content": [{"type": "text", "text": "{{ 1 }}"}]},
+    {"role": "user", "content": "é🙂"}], "tools": [{"type": "function", "function":
+    {"name": "f", "parameters": {"type": "object"}}}]}"#;
+
+/// A template's source: as it is, or of a fragment for each byte if the first byte is odd.
+fn template_source(data: &[u8]) -> Option<String> {
+    let (mode, rest) = data.split_first()?;
+    let source = if mode % 2 == 0 {
+        String::from_utf8_lossy(rest).into_owned()
+    } else {
+        let fragment = |byte: &u8| FRAGMENTS[usize::from(*byte) % FRAGMENTS.len()];
+        rest.iter().map(fragment).collect()
+    };
+    let loops = source.matches("for").count() - source.matches("endfor").count();
+    (source.len() <= SOURCE_BYTES_MAX && loops <= LOOPS_MAX).then_some(source)
+}
+
+fn render_short(source: &str) -> Option<Result<String, RenderError>> {
+    let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
+    let templates = ChatTemplates::single(source.to_owned(), tokens).ok()?;
+    let request = parse(PromptRoute::ChatCompletions, TEMPLATE_CHAT.as_bytes()).expect("a body");
+    let PromptSource::Chat(parts) = &request.prompt else {
+        panic!("a chat is a chat")
+    };
+    let writes = Cell::new(0);
+    let limits = RenderLimits {
+        bound: RenderBound::Short,
+        is_cancelled: &|| {
+            writes.set(writes.get() + 1);
+            writes.get() > WRITES_MAX
+        },
+    };
+    let text = templates.render_within(parts, CivilTime::from_unix(1_772_874_302), limits);
+    assert!(writes.get() <= WRITES_MAX + 1, "it goes on after its end");
+    Some(text)
+}
+
+/// A template's source. It is refused, or renders a text or an error, within the bound of
+/// instructions.
+pub(crate) fn template(data: &[u8]) {
+    let Some(source) = template_source(data) else {
+        return;
+    };
+    match render_short(&source) {
+        None | Some(Err(RenderError::TooLong)) => {}
+        Some(Err(RenderError::Template(error))) => {
+            assert!(!error.contains("panicked"), "{source:?}: {error}");
+        }
+        Some(Err(error)) => panic!("{source:?} is no reason for this: {error}"),
+        // One in a few, since it takes as long as the bound allows.
+        Some(Ok(_)) if source.len() % 16 != 0 => {}
+        Some(Ok(_)) => {
+            let ended = render_short(&format!("{source}\n{LONG_LOOP}"));
+            assert_eq!(ended, Some(Err(RenderError::TooLong)), "{source:?}");
+        }
+    }
+}
+
+const KWARGS: &str = "chat_template_kwargs";
+const KWARGS_MAX: usize = 1024;
+/// Part of every text in generated arguments: no error repeats it.
+const SECRET: &str = "hunter2-hunter2";
+
+/// Arguments of a template, and whether they must be accepted, if that is known.
+struct DrivenKwargs {
+    json: String,
+    accepted: Option<bool>,
+}
+
+impl DrivenKwargs {
+    /// JSON as it is. Other values than objects are refused, `null` is none.
+    fn of_text(text: &str) -> Option<Self> {
+        let value: serde_json::Value = serde_json::from_str(text).ok()?;
+        let accepted = (!value.is_object()).then(|| value.is_null());
+        Some(Self {
+            json: text.to_owned(),
+            accepted,
+        })
+    }
+
+    /// Two bytes for each group of members: its kind and its size.
+    fn of_groups(groups: &[u8]) -> Self {
+        const RESERVED: [&str; 3] = ["messages", "chat_template", "tokenizer"];
+        const CONSUMED: [&str; 2] = ["add_generation_prompt", "max_length"];
+        let (mut members, mut names) = (Vec::new(), BTreeSet::new());
+        let mut accepted = true;
+        for (group, pair) in groups.as_chunks::<2>().0.iter().take(32).enumerate() {
+            let [kind, size] = pair.map(usize::from);
+            let mut add = |name: String, value: String| {
+                members.push(format!("{name:?}:{value}"));
+                names.insert(name);
+            };
+            let text = format!("{SECRET:?}");
+            match kind % 8 {
+                0 => (0..size * 6).for_each(|i| add(format!("{SECRET}{group}_{i}"), text.clone())),
+                1 => (0..size * 6).for_each(|i| add("same".to_owned(), i.to_string())),
+                2 => {
+                    accepted &= size < 100;
+                    let depth = if size < 100 { size } else { size + 100 };
+                    let value = "[".repeat(depth) + &text + &"]".repeat(depth);
+                    add("deep".to_owned(), value);
+                }
+                3 => {
+                    accepted &= size % 40 < 18;
+                    add("number".to_owned(), "9".repeat(1 + size % 40));
+                }
+                4 => {
+                    let is_reserved = size < 128;
+                    accepted &= !is_reserved;
+                    let name = if is_reserved {
+                        RESERVED[size % 3]
+                    } else {
+                        CONSUMED[size % 2]
+                    };
+                    add(name.to_owned(), text);
+                }
+                5 => add(format!("null{size}"), "null".to_owned()),
+                6 => add("auto".to_owned(), "\"auto\"".to_owned()),
+                _ => add("float".to_owned(), format!("{size}e-{size}")),
+            }
+        }
+        Self {
+            json: format!("{{{}}}", members.join(",")),
+            accepted: Some(accepted && names.len() <= KWARGS_MAX),
+        }
+    }
+}
+
+/// A request's arguments for a template: JSON, or groups of members if the first byte is odd. Few
+/// enough are accepted; an error names the field, and nothing of its content.
+pub(crate) fn kwargs(data: &[u8]) {
+    static COMPILED: OnceLock<ChatTemplates> = OnceLock::new();
+    let Some((mode, rest)) = data.split_first() else {
+        return;
+    };
+    let driven = match mode % 2 {
+        0 => DrivenKwargs::of_text(&String::from_utf8_lossy(rest)),
+        _ => Some(DrivenKwargs::of_groups(rest)),
+    };
+    let Some(DrivenKwargs { json, accepted }) = driven else {
+        return;
+    };
+    let body =
+        format!(r#"{{"messages": [{{"role": "user", "content": "x"}}], "{KWARGS}": {json}}}"#);
+    let error = match parse(PromptRoute::ChatCompletions, body.as_bytes()) {
+        Err(error) => {
+            assert_eq!(error.param, Some(KWARGS), "{error:?}");
+            Some(error.message)
+        }
+        Ok(request) => {
+            let PromptSource::Chat(parts) = &request.prompt else {
+                panic!("a chat is a chat")
+            };
+            let templates = COMPILED.get_or_init(|| {
+                let source = "{{ messages[0].content }}{{ same }}".to_owned();
+                ChatTemplates::single(source, BTreeMap::new()).expect("template")
+            });
+            match templates.render(parts, CivilTime::from_unix(0)) {
+                Ok(text) => {
+                    check_accepted(&json, &text);
+                    None
+                }
+                Err(error) => {
+                    let error = error.to_string();
+                    assert!(error.contains(KWARGS), "{error}");
+                    Some(error)
+                }
+            }
+        }
+    };
+    if let Some(accepted) = accepted {
+        assert_eq!(error.is_none(), accepted, "{error:?}: {data:?}");
+    }
+    if let Some(error) = error {
+        assert!(!error.contains(SECRET) && error.len() < 200, "{error}");
+    }
+}
+
+/// The last value of a repeated member counts.
+fn check_accepted(json: &str, text: &str) {
+    let members: serde_json::Value = serde_json::from_str(json).expect("accepted JSON");
+    assert!(
+        members
+            .as_object()
+            .is_none_or(|members| members.len() <= KWARGS_MAX)
+    );
+    assert!(text.starts_with('x'), "{text}");
+    let same = &members["same"];
+    if let Some(number) = same.as_u64() {
+        assert_eq!(text[1..], number.to_string());
+    } else if let Some(same) = same.as_str().filter(|same| *same != "auto") {
+        assert_eq!(text[1..], *same);
+    } else if same.is_null() {
+        assert_eq!(text, "x");
     }
 }
 

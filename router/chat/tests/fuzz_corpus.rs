@@ -33,6 +33,36 @@ fn replay(target: &str, drive: fn(&[u8])) {
     }
 }
 
+/// Inputs of a seed, in the way of a target: the first byte is odd, so that it builds its text.
+fn replay_random(inputs: usize, bytes_max: u64, drive: fn(&[u8])) {
+    // xorshift64*
+    let mut state = 0x5eed_u64;
+    let mut below = |bound: u64| {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % bound
+    };
+    for _ in 0..inputs {
+        let mut data = vec![1];
+        let length = 1 + below(bytes_max);
+        data.extend((0..length).map(|_| below(256) as u8));
+        drive(&data);
+    }
+}
+
+#[test]
+fn template_sources() {
+    replay("template", drive::template);
+    replay_random(4_000, 24, drive::template);
+}
+
+#[test]
+fn template_kwargs() {
+    replay("kwargs", drive::kwargs);
+    replay_random(400, 12, drive::kwargs);
+}
+
 #[test]
 fn chats() {
     replay("chat", drive::chat);

@@ -1,11 +1,16 @@
-//! Engines get token ids in place of a text completion's prompt, and answer the same.
+//! Engines get token ids in place of a text completion's prompt, and answer the same. A sampled
+//! prompt finds an own encoder whose ids are not the reference's.
 
 use std::fs;
+use std::path::PathBuf;
 
+use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 use crate::fleet::traffic::send;
-use crate::fleet::{Engines, Flags, Fleet, Mode, Place};
+use crate::fleet::{Engines, Flags, Fleet, Form, Mode, Place, TOKENIZER};
+
+const PATH: &str = "/v1/completions";
 
 const ENGINES: Engines = Engines {
     count: 2,
@@ -17,7 +22,7 @@ const ENGINES: Engines = Engines {
 /// Text completions whose prompts came as ids.
 async fn id_prompts(fleet: &Fleet) -> u64 {
     let mut sum = 0;
-    for index in 0..ENGINES.count {
+    for index in 0..fleet.engines.len() {
         let counters = fleet.get(fleet.engine(index, "/debug/counters")).await;
         sum += counters["id_prompts"].as_u64().unwrap();
     }
@@ -66,4 +71,289 @@ async fn an_engine_gets_token_ids_and_answers_the_same() {
     echoed["echo"] = json!(true);
     assert_eq!(unnamed(send(&fleet, path, &echoed).await).await, direct);
     assert_eq!(id_prompts(&fleet).await, before + 1);
+}
+
+/// An engine's answers to one prompt, so that two of them differ in their ids only.
+const SINGLE: Engines = Engines {
+    count: 1,
+    ranks: 1,
+    blocks: 8_000,
+    flags: &["--profile", "instant"],
+};
+
+/// An answer's head and bytes. What any two answers of the engine differ in is replaced.
+async fn bytes(answer: reqwest::Response) -> (u16, String, String) {
+    let status = answer.status().as_u16();
+    let kind = answer.headers()["content-type"].to_str().unwrap();
+    let (kind, mut text) = (kind.to_owned(), answer.text().await.unwrap());
+    let mark = r#""id":""#;
+    let start = text.find(mark).expect("an id") + mark.len();
+    let end = start + text[start..].find('"').unwrap();
+    let id = text[start..end].to_owned();
+    assert!(id.starts_with("cmpl-"), "{id}");
+    text = text.replace(&id, "ID");
+    (status, kind, text)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_bytes_of_an_answer_do_not_show_that_ids_were_sent() {
+    let place = Place::new();
+    let flags = Flags {
+        router: place.router_flags("completion_prompts = \"text\"\n"),
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(Mode::Embedded, SINGLE, flags).await;
+    let plain = json!({
+        "model": "mock", "prompt": "Gr\u{fc}\u{df}e, \"\u{1f600}\" and more.", "max_tokens": 9,
+    });
+    let mut streamed = plain.clone();
+    streamed["stream"] = json!(true);
+    streamed["stream_options"] = json!({"include_usage": true});
+    let bodies = [plain, streamed];
+    let direct = async |body: &Value| {
+        let sent = fleet.http.post(fleet.engine(0, PATH)).json(body).send();
+        bytes(sent.await.unwrap()).await
+    };
+    // From then on the engine has the prompt in its cache.
+    direct(&bodies[0]).await;
+    let expected = [direct(&bodies[0]).await, direct(&bodies[1]).await];
+    assert!(expected[1].2.ends_with("data: [DONE]\n\n"), "{expected:?}");
+    assert_ne!(expected[0], expected[1]);
+    for (body, expected) in bodies.iter().zip(&expected) {
+        assert_eq!(bytes(send(&fleet, PATH, body).await).await, *expected);
+    }
+    assert_eq!(id_prompts(&fleet).await, 0, "texts were sent");
+    place.router_flags("completion_prompts = \"token-ids\"\n");
+    let sent = async |fleet: &Fleet| {
+        send(fleet, PATH, &bodies[0]).await.text().await.unwrap();
+        id_prompts(fleet).await > 0
+    };
+    fleet.until("prompts are sent as ids", sent).await;
+    for (body, expected) in bodies.iter().zip(&expected) {
+        let before = id_prompts(&fleet).await;
+        assert_eq!(bytes(send(&fleet, PATH, body).await).await, *expected);
+        assert_eq!(id_prompts(&fleet).await, before + 1, "ids were sent");
+    }
+}
+
+/// Waits until the router knows that its ids are the engine's.
+async fn until_checked(fleet: &Fleet) {
+    let passed = r#"warmroute_router_worker_check_passed{check="text""#;
+    let is_checked = async |fleet: &Fleet| {
+        let page = fleet.http.get(fleet.admin(0, "/metrics")).send().await;
+        let page = page.unwrap().text().await.unwrap();
+        let mut lines = page.lines();
+        lines.any(|line| line.starts_with(passed) && line.ends_with(" 1"))
+    };
+    fleet.until("the ids are checked", is_checked).await;
+}
+
+/// A series of the router, by its name and labels.
+async fn metric(fleet: &Fleet, name: &str) -> u64 {
+    let page = fleet.http.get(fleet.admin(0, "/metrics")).send().await;
+    let page = page.unwrap().text().await.unwrap();
+    let name = format!("warmroute_router_{name} ");
+    let value = page.lines().find_map(|line| line.strip_prefix(&*name));
+    value.expect("a series").parse().unwrap()
+}
+
+/// The bytes of a repeated prompt are found where those of the first one were missed.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_cache_of_ids_counts_the_bytes_of_prompts() {
+    let fleet = Fleet::start(Mode::Embedded, SINGLE, Flags::default()).await;
+    until_checked(&fleet).await;
+    let counted = async || {
+        let series = |result| format!("token_cache_bytes_total{{result=\"{result}\"}}");
+        [
+            metric(&fleet, &series("hit")).await,
+            metric(&fleet, &series("miss")).await,
+            metric(&fleet, "token_cache_kept_bytes").await,
+        ]
+    };
+    // The first prompt is one segment. The second one has several, whose rest may be too short.
+    let short = "A prompt of two hundred bytes. ".repeat(7)[..200].to_owned();
+    for (prompt, rest) in [
+        (short, 0),
+        ("Longer than a segment may be. ".repeat(400), 63),
+    ] {
+        let bytes = prompt.len() as u64;
+        let body = json!({"model": "mock", "prompt": prompt, "max_tokens": 1});
+        let before = counted().await;
+        send(&fleet, PATH, &body).await.text().await.unwrap();
+        let first = counted().await;
+        // Equal segments of one prompt are missed once.
+        let found = first[0] - before[0];
+        let missed = first[1] - before[1];
+        assert!(missed > 0 && found + missed <= bytes && found + missed + rest >= bytes);
+        assert!(
+            first[2] > before[2] + missed,
+            "texts are kept with their ids"
+        );
+        for repeated in 1..=2 {
+            send(&fleet, PATH, &body).await.text().await.unwrap();
+            let expected = [first[0] + repeated * (found + missed), first[1], first[2]];
+            assert_eq!(counted().await, expected, "{bytes} bytes");
+        }
+        println!(
+            "{bytes} bytes: {missed} missed and {found} found, then {}",
+            found + missed
+        );
+    }
+}
+
+/// A word that the encoders of a wrong table read differently. No generated text has it.
+const WORD: &str = "QJXKZVWF";
+
+/// One in so many prompts is encoded by the reference too.
+const SAMPLED_ONE_IN: usize = 1024;
+
+/// Prompts above are not compared.
+const SAMPLE_BYTES_MAX: usize = 64 << 10;
+
+/// Writes two tokenizers that join the word's pairs of letters. In the second one, two tokens have
+/// one id. The reference takes the joint of `XK` and `ZVWF` for that of `XK` and `ZV`, which comes
+/// earlier, and gives the ids of the first tokenizer; the own encoder follows the order.
+fn write_tokenizers(place: &Place) -> [PathBuf; 2] {
+    let definition = fs::read(format!("{TOKENIZER}/tokenizer.json")).unwrap();
+    let definition: Value = serde_json::from_slice(&definition).unwrap();
+    let joined = ["QJ", "XK", "ZV", "WF", "ZVWF", "QJXK", "XKZVWF", WORD];
+    let pairs = [("Q", "J"), ("X", "K"), ("Z", "V"), ("W", "F"), ("ZV", "WF")];
+    let (early, late) = (("XK", "ZV"), ("XK", "ZVWF"));
+    let (first, whole) = (("QJ", "XK"), ("QJXK", "ZVWF"));
+    [
+        [late, first, whole].as_slice(),
+        &[early, first, late, whole],
+    ]
+    .map(|last| {
+        let mut written = definition.clone();
+        let vocabulary = &mut written["model"]["vocab"];
+        for (number, token) in joined.iter().enumerate() {
+            vocabulary[token] = json!(60_000 + number);
+        }
+        if last.contains(&early) {
+            vocabulary["XKZV"] = vocabulary["XKZVWF"].clone();
+        }
+        let merges = written["model"]["merges"].as_array_mut().unwrap();
+        merges.extend(
+            pairs
+                .iter()
+                .chain(last)
+                .map(|(left, right)| json!([left, right])),
+        );
+        let directory = place.path(&format!("tokenizer-{}", last.len()));
+        fs::create_dir_all(&directory).unwrap();
+        fs::write(directory.join("tokenizer.json"), written.to_string()).unwrap();
+        let config = "tokenizer_config.json";
+        fs::copy(format!("{TOKENIZER}/{config}"), directory.join(config)).unwrap();
+        directory
+    })
+}
+
+/// A fleet whose router has a wrong encoder, and sends its ids to the engine.
+struct WrongEncoder {
+    fleet: Fleet,
+    _place: Place,
+}
+
+impl WrongEncoder {
+    async fn start() -> Self {
+        let place = Place::new();
+        let [right, wrong] = write_tokenizers(&place).map(|path| path.display().to_string());
+        let settings =
+            format!("completion_prompts = \"token-ids\"\n[models.mock]\ntokenizer = {wrong:?}\n");
+        let form = Form {
+            tokenizer: String::leak(right),
+            ..Form::USUAL
+        };
+        let flags = Flags {
+            router: place.router_flags(&settings),
+            forms: Vec::leak(vec![form]),
+            ..Flags::default()
+        };
+        let fleet = Fleet::start(Mode::Embedded, SINGLE, flags).await;
+        let started = Self {
+            fleet,
+            _place: place,
+        };
+        until_checked(&started.fleet).await;
+        started
+    }
+
+    /// Starts the router again: its next prompt is sampled.
+    async fn restart(&self) {
+        self.fleet.routers[0].restart().await;
+        let is_ready = async |fleet: &Fleet| fleet.all_ready().await;
+        self.fleet.until("the router is ready", is_ready).await;
+        until_checked(&self.fleet).await;
+    }
+
+    /// Texts that were compared: equal and different ones.
+    async fn compared(&self) -> (u64, u64) {
+        let series = |result| format!("encoder_comparisons_total{{result=\"{result}\"}}");
+        let equal = metric(&self.fleet, &series("equal")).await;
+        (equal, metric(&self.fleet, &series("different")).await)
+    }
+
+    /// The tokens that the engine got for a prompt, by the router or, without one, as a text.
+    async fn tokens(&self, url: String, prompt: &str) -> u64 {
+        let body = json!({"model": "mock", "prompt": prompt, "max_tokens": 1});
+        let answer = self.fleet.http.post(url).json(&body).send().await.unwrap();
+        let answer: Value = answer.json().await.unwrap();
+        answer["usage"]["prompt_tokens"].as_u64().unwrap()
+    }
+
+    async fn routed(&self, prompt: &str) -> u64 {
+        self.tokens(self.fleet.url(PATH), prompt).await
+    }
+
+    fn errors(&self) -> usize {
+        let error = "token ids differ from the reference's";
+        self.fleet.routers[0].logged().matches(error).count()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sampled_prompt_finds_a_wrong_encoder_and_ends_its_use() {
+    let setup = WrongEncoder::start().await;
+    let generated = setup.compared().await.0;
+    assert!(generated > 0, "texts are compared at the load");
+    // The first prompt is sampled. Its ids are equal, and nothing changes.
+    setup.routed("some plain words").await;
+    let waited = async |_: &Fleet| setup.compared().await == (generated + 1, 0);
+    setup.fleet.until("a prompt is compared", waited).await;
+    assert_eq!(metric(&setup.fleet, "reference_encoder").await, 0);
+    // This time it is too large for a comparison, which shows in that of the next sample.
+    setup.restart().await;
+    assert_eq!(setup.compared().await, (generated, 0));
+    let lines = format!("{WORD}\n").repeat(40);
+    let large = format!("{}{lines}", "plain words ".repeat(SAMPLE_BYTES_MAX / 12));
+    assert!(large.len() > SAMPLE_BYTES_MAX);
+    setup.routed(&large).await;
+    let engine = setup.fleet.engine(0, PATH);
+    let right = setup.tokens(engine, &lines).await;
+    let wrong = setup.routed(&lines).await;
+    assert_ne!(wrong, right, "the own encoder's tokens");
+    // Prompts until the next sample are not compared.
+    let mut sent = 2;
+    while sent + 32 < SAMPLED_ONE_IN {
+        let prompts = join_all((0..16).map(|_| setup.routed(&lines)));
+        assert_eq!(prompts.await, [wrong; 16], "a prompt that is not sampled");
+        sent += 16;
+    }
+    assert_eq!(setup.compared().await, (generated, 0));
+    assert_eq!(metric(&setup.fleet, "reference_encoder").await, 0);
+    assert_eq!(setup.errors(), 0);
+    while setup.compared().await == (generated, 0) {
+        setup.routed(&lines).await;
+        sent += 1;
+        assert!(sent < SAMPLED_ONE_IN * 2, "no sample is compared");
+    }
+    println!("{generated} texts compared at the load, then one of {sent} prompts");
+    assert_eq!(setup.compared().await, (generated, 1));
+    assert_eq!(metric(&setup.fleet, "reference_encoder").await, 1);
+    let logged = async |_: &Fleet| setup.errors() == 1;
+    setup.fleet.until("the difference is logged", logged).await;
+    // Ids that the own encoder left in the cache are not used either.
+    assert_eq!(setup.routed(&lines).await, right);
+    assert_eq!(setup.routed(WORD).await, 2);
 }

@@ -155,7 +155,7 @@ fn joined(texts: impl Iterator<Item = Value>) -> Value {
 }
 
 /// The items of a list or the keys of an object.
-pub(super) fn items(list: &Value) -> Vec<Value> {
+fn items(list: &Value) -> Vec<Value> {
     list.try_iter().map(Iterator::collect).unwrap_or_default()
 }
 
@@ -329,7 +329,7 @@ fn parsed_arguments(text: &str) -> Result<Value> {
 
 /// Whether JSON may contain an integer beyond 64 bits, which Python reads exactly. Any 19 digits
 /// outside strings count, also those of a fraction.
-fn has_huge_integer(json: &str) -> bool {
+pub(super) fn has_huge_integer(json: &str) -> bool {
     const DIGITS_MIN: usize = 19;
     let (mut in_string, mut escaped, mut digits) = (false, false, 0_usize);
     for byte in json.bytes() {

@@ -10,6 +10,7 @@ mod added;
 mod bpe;
 mod compare;
 mod content_format;
+mod kwargs;
 mod messages;
 pub mod parity;
 mod python;

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use minijinja::value::{Value, ValueKind};
+use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind};
 
 use super::content_format::{ContentFormat, detect};
+use super::kwargs::{self, TemplateKwargs};
 use super::messages::{self, member};
 use super::python::{self, CivilTime};
 use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
@@ -16,8 +17,6 @@ use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 const TEXT_BYTES_MAX: usize = 64 << 20;
 /// Room for what a template adds to a short chat, so that its text is not moved.
 const TEMPLATE_BYTES: usize = 1 << 10;
-/// Members of `chat_template_kwargs`. Templates read a handful; the values still have to be copied.
-const KWARGS_MAX: usize = 1024;
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 const KWARGS: &str = "chat_template_kwargs";
@@ -395,8 +394,7 @@ impl TemplateArguments {
         };
         let mut sets_thinking = false;
         if let Some(kwargs) = &rules.default_kwargs {
-            let kwargs = serde_json::from_str(kwargs).map_err(|_| RenderError::Invalid(KWARGS))?;
-            read.template_kwargs(&kwargs)?;
+            read.template_kwargs(kwargs::read(kwargs)?)?;
         }
         let excludes_tools =
             chat.tool_choice == ToolChoice::None && rules.unused_tools == UnusedTools::Excluded;
@@ -404,9 +402,9 @@ impl TemplateArguments {
             read.tools = messages::tools(tools)?;
         }
         if let Some(raw) = &chat.template_kwargs {
-            let kwargs = messages::read_json(KWARGS, raw)?;
-            sets_thinking = kwargs.get_attr(THINKING).is_ok_and(|v| !v.is_undefined());
-            read.template_kwargs(&kwargs)?;
+            let kwargs = kwargs::read_request(raw.get())?;
+            sets_thinking = kwargs.contains_key(THINKING);
+            read.template_kwargs(kwargs)?;
         }
         if let Some(documents) = &chat.documents {
             read.documents = messages::read_json("documents", documents)?;
@@ -422,28 +420,20 @@ impl TemplateArguments {
     }
 
     /// The request's own arguments. vLLM drops null and "auto" as if they were absent.
-    fn template_kwargs(&mut self, kwargs: &Value) -> Result<(), RenderError> {
-        if kwargs.kind() != ValueKind::Map {
-            return Err(RenderError::Invalid(KWARGS));
-        }
-        if kwargs.len().is_none_or(|members| members > KWARGS_MAX) {
-            let (name, max) = (KWARGS, KWARGS_MAX);
-            return Err(RenderError::TooManyMembers { name, max });
-        }
-        for key in messages::items(kwargs) {
-            let name = key.as_str().unwrap_or("");
-            if RESERVED.contains(&name) {
+    fn template_kwargs(&mut self, kwargs: TemplateKwargs) -> Result<(), RenderError> {
+        for (name, value) in kwargs {
+            if RESERVED.contains(&name.as_str()) {
                 return Err(RenderError::Unsupported(KWARGS));
             }
-            let Some(value) = member(kwargs, name).filter(|v| v.as_str() != Some("auto")) else {
+            if value.is_none() || value.as_str() == Some("auto") {
                 continue;
-            };
-            match name {
+            }
+            match name.as_str() {
                 "tools" => self.tools = value,
                 "documents" => self.documents = value,
-                _ if CONSUMED.contains(&name) => {}
+                consumed if CONSUMED.contains(&consumed) => {}
                 _ => {
-                    self.others.insert(name.to_owned(), value);
+                    self.others.insert(name, value);
                 }
             }
         }

@@ -243,3 +243,65 @@ fn a_wrong_encoder_is_found_when_it_is_loaded() {
     assert!(tokenizer.compare_generated(2_000, 3).is_some());
     assert_eq!(tokenizer.encoder(), EncoderKind::Reference);
 }
+
+/// A table in which two tokens have one id: the reference takes the joint of `XK` and `ZVWF` for
+/// that of `XK` and `ZV`, which comes earlier.
+fn with_one_id_twice() -> Tokenizer {
+    changed("tiny", |definition| {
+        let joined = ["QJ", "XK", "ZV", "WF", "ZVWF", "QJXK", "XKZVWF", "QJXKZVWF"];
+        let vocabulary = &mut definition["model"]["vocab"];
+        for (number, token) in joined.iter().enumerate() {
+            vocabulary[token] = json!(60_000 + number);
+        }
+        vocabulary["XKZV"] = vocabulary["XKZVWF"].clone();
+        let merges = definition["model"]["merges"].as_array_mut().unwrap();
+        for pair in [
+            ["Q", "J"],
+            ["X", "K"],
+            ["Z", "V"],
+            ["W", "F"],
+            ["ZV", "WF"],
+            ["XK", "ZV"],
+            ["QJ", "XK"],
+            ["XK", "ZVWF"],
+            ["QJXK", "ZVWF"],
+        ] {
+            merges.push(json!(pair));
+        }
+    })
+}
+
+/// What the comparison at load misses, that of a request finds. Wrong ids in the cache are not used
+/// after it.
+#[test]
+fn a_sampled_text_ends_the_use_of_a_wrong_encoder() {
+    let tokenizer = with_one_id_twice();
+    assert_eq!(tokenizer.compare_generated(200, 1), None);
+    let generated = tokenizer.comparison_counts();
+    let text = "QJXKZVWF\n".repeat(1200);
+    let special = SpecialTokens::Add;
+    let right = expected(&tokenizer, &text, special);
+    let wrong = tokenizer.encode(&text, special).unwrap();
+    assert_ne!(wrong, right);
+    assert!(tokenizer.cache_stats().kept_bytes > 0);
+    // A text that is not sampled changes nothing, and an equal one neither.
+    assert_eq!(tokenizer.encode(&text, special).unwrap(), wrong);
+    let plain = tokenizer.encode("QJ XK", special).unwrap();
+    let compared = tokenizer.compare_with_reference("QJ XK", special, &plain);
+    assert_eq!(compared, ReferenceComparison::Equal);
+    assert_eq!(tokenizer.encoder(), EncoderKind::Own);
+    // A prompt that is being encoded keeps its encoder to its end.
+    let mut begun = tokenizer.task(&*text, special);
+    assert_eq!(begun.step(&tokenizer, 1), Ok(TaskState::More));
+    let compared = tokenizer.compare_with_reference(&text, special, &wrong);
+    assert_eq!(compared, ReferenceComparison::Different);
+    assert_eq!(tokenizer.encoder(), EncoderKind::Reference);
+    while begun.step(&tokenizer, 1).unwrap() == TaskState::More {}
+    assert_eq!(begun.into_ids(), wrong);
+    for _ in 0..2 {
+        assert_eq!(tokenizer.encode(&text, special).unwrap(), right);
+    }
+    let counts = tokenizer.comparison_counts();
+    assert_eq!(counts.equal, generated.equal + 1);
+    assert_eq!(counts.different, 1);
+}

@@ -1,0 +1,6 @@
+#![no_main]
+
+#[path = "../drive.rs"]
+mod drive;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| drive::template(data));
