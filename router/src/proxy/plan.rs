@@ -604,7 +604,7 @@ struct PromptSize {
     bytes: usize,
     /// JSON values that a template reads.
     values: usize,
-    /// Of the encoder, beside the prompt's bytes and ids.
+    /// Bytes that the encoder takes beside the prompt and its ids.
     step_memory: usize,
 }
 

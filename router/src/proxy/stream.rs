@@ -52,7 +52,7 @@ pub(super) enum BodyWatch {
 pub(super) struct KeptAnswer {
     bytes: Vec<u8>,
     budget: BodyBudget,
-    /// Of all that it may keep.
+    /// For all that it may keep.
     share: Option<BudgetShare>,
 }
 

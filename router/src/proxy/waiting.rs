@@ -46,6 +46,14 @@ impl HeldRequests {
             count,
         }
     }
+
+    /// Takes all places but so many, until the result is dropped.
+    #[cfg(test)]
+    pub(super) fn occupied_but(&self, free: usize) -> OwnedSemaphorePermit {
+        let count = u32::try_from(WAITING_MAX - free).unwrap();
+        let places = Arc::clone(&self.places);
+        places.try_acquire_many_owned(count).unwrap()
+    }
 }
 
 impl WorkerWait {

@@ -11,6 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
+use tokio_util::task::TaskTracker;
 use warmroute_process::open_files::{self, FileShares};
 
 use crate::fleet::{
@@ -141,7 +142,7 @@ impl WaitingEngine {
             .route("/v1/chat/completions", post(complete));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(axum::serve(listener, routes).into_future());
+        drop(TaskTracker::new().spawn(axum::serve(listener, routes).into_future()));
         (engine, url)
     }
 }

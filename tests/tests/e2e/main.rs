@@ -43,6 +43,7 @@ mod credit;
 mod engine_load;
 mod faults;
 mod fleet;
+mod hostile;
 mod idle_connections;
 mod images;
 mod live_page;

@@ -98,6 +98,46 @@ async fn a_wait_ends_with_its_time_or_its_client() {
     world.until_quiet().await;
 }
 
+/// A request without a place gets the answer that it would get without a wait.
+#[tokio::test]
+async fn waiting_requests_are_bounded_and_a_free_place_is_used_again() {
+    const PLACES: usize = 2;
+    let engine = Engine::start().await;
+    let world = World::with(&[]).await;
+    // Longer than the test waits for an answer.
+    world.set("engine_wait_timeout_secs = 600");
+    let occupied = world.app.held.occupied_but(PLACES);
+    let tasks = TaskTracker::new();
+    let ask = |path: &str| tasks.spawn(world.post(path, &body(4)).send());
+    let routes = ["/v1/completions", "/v1/embeddings"];
+    let mut clients: Vec<_> = routes.map(ask).into();
+    until_waiting(&world, 2).await;
+    for path in routes {
+        let refused = world.send(path, &body(4)).await;
+        assert_eq!(refused.status(), 503, "{path}");
+        assert!(refused.headers().contains_key("retry-after"), "{path}");
+        world::assert_error(refused, "no_worker").await;
+    }
+    until_waiting(&world, 2).await;
+    // The client that goes leaves its place to the next one.
+    clients.remove(0).abort();
+    until_waiting(&world, 1).await;
+    clients.push(ask("/v1/completions"));
+    until_waiting(&world, 2).await;
+    let refused = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(refused.status(), 503);
+    world.add(0, &engine);
+    for client in clients {
+        let response = in_time("an answer", client).await.unwrap().unwrap();
+        assert_eq!(response.status(), 200);
+    }
+    until_waiting(&world, 0).await;
+    world.until_quiet().await;
+    // All places are free again.
+    drop(occupied);
+    drop(world.app.held.occupied_but(0));
+}
+
 /// The engine accepts requests, sends their heads and hangs.
 #[tokio::test(start_paused = true)]
 async fn a_stream_without_a_first_token_goes_to_another_worker() {

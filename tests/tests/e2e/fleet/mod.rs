@@ -43,7 +43,7 @@ use version::Version;
 pub(crate) const BLOCK: u64 = 16;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
-const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine-under-test");
+pub(crate) const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine-under-test");
 pub(crate) const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
 pub(crate) const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
