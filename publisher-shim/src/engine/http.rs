@@ -277,7 +277,11 @@ impl EngineHttp {
     }
 
     async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
-        let answer = self.request(Method::GET, path).send().await;
+        let mut answer = self.request(Method::GET, path).send().await;
+        // A connection of the pool may have ended since; another one is new.
+        if answer.as_ref().is_err_and(is_broken) {
+            answer = self.request(Method::GET, path).send().await;
+        }
         let answer = answer.map_err(|error| match tls::failure_of(&error) {
             Some(why) => {
                 tracing::debug!(url = self.url, why, "TLS with the engine failed");
@@ -295,6 +299,11 @@ impl EngineHttp {
         let body = bounded_body(answer, BODY_BYTES_MAX).await;
         body.map_err(|_| InfoError::Silence)
     }
+}
+
+/// The connection ended before the head of an answer.
+fn is_broken(error: &reqwest::Error) -> bool {
+    error.is_request() && !error.is_connect() && !error.is_timeout()
 }
 
 #[derive(Deserialize)]
@@ -413,6 +422,7 @@ mod tests {
 
     use axum::http::HeaderMap;
     use axum::routing::get;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
 
     use super::*;
@@ -441,6 +451,37 @@ mod tests {
         assert_eq!(engine.health().await, EngineHealth::Healthy);
         let none = EngineHttp::new(&url, EngineKeySource::default(), &tls).unwrap();
         assert_eq!(none.health().await, EngineHealth::Unhealthy);
+    }
+
+    /// Answers each connection's first request, and ends the connection at the second one.
+    async fn ends_at_reuse(listener: TcpListener) {
+        const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 26\r\n\r\n";
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let answer = async move {
+                let mut head = [0; 1024];
+                let asked = stream.read(&mut head).await?;
+                assert!(asked > 0 && asked < head.len());
+                stream.write_all(ANSWER).await?;
+                stream.write_all(&[b'x'; 26]).await?;
+                stream.read(&mut head).await
+            };
+            drop(tokio_util::task::TaskTracker::new().spawn(answer));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_ends_at_reuse_is_no_silence() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        drop(tokio_util::task::TaskTracker::new().spawn(ends_at_reuse(listener)));
+        let tls = EngineTls::system().unwrap();
+        let engine = EngineHttp::new(&url, EngineKeySource::default(), &tls).unwrap();
+        for _ in 0..4 {
+            assert_eq!(
+                engine.get("/v1/models").await.map(|body| body.len()),
+                Ok(26)
+            );
+        }
     }
 
     #[test]
