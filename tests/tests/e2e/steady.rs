@@ -1,5 +1,6 @@
 //! A steady load, some of whose clients leave: afterwards no slot, socket or memory of it is left.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,6 +16,10 @@ use crate::fleet::{Engines, Flags, Fleet, Mode, Process, client};
 /// Requests a second, and seconds; `STEADY_SECS` overrides the latter.
 const RATE: u64 = 200;
 const SECS: u64 = 20;
+
+/// Clients close idle connections before the router does, after 30 s: a request on one that the router
+/// closes at that time fails.
+const IDLE_MAX: Duration = Duration::from_secs(15);
 
 /// Open files that are no leak: connections that health checks and scrapes open at the time.
 const FILES_SPARE: usize = 8;
@@ -37,6 +42,11 @@ struct RequestEnds {
 }
 
 impl RequestEnds {
+    fn failed(&self, number: u64, why: &dyn Debug) -> &AtomicU64 {
+        println!("request {number} failed: {why:?}");
+        &self.failed
+    }
+
     fn counts(&self) -> [u64; 3] {
         [&self.whole, &self.left, &self.failed].map(|count| count.load(Ordering::Relaxed))
     }
@@ -56,17 +66,18 @@ async fn send(http: &reqwest::Client, base: &str, number: u64, ends: &RequestEnd
         }
         Ok(answer) if answer.status().is_success() => match answer.bytes().await {
             Ok(_) => &ends.whole,
-            Err(_) => &ends.failed,
+            Err(error) => ends.failed(number, &error),
         },
-        Ok(_) | Err(_) => &ends.failed,
+        Ok(answer) => ends.failed(number, &answer.status()),
+        Err(error) => ends.failed(number, &error),
     };
     end.fetch_add(1, Ordering::Relaxed);
 }
 
 /// Sends at a steady rate, and waits for the last answer.
 async fn load(fleet: &Fleet, secs: u64) -> [u64; 3] {
-    let (http, ends) = (client().build().unwrap(), RequestEnds::default());
-    let (ends, tasks) = (Arc::new(ends), TaskTracker::new());
+    let http = client().pool_idle_timeout(IDLE_MAX).build().unwrap();
+    let (ends, tasks) = (Arc::<RequestEnds>::default(), TaskTracker::new());
     let mut ticks = interval(Duration::from_secs(1) / u32::try_from(RATE).unwrap());
     ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
     for number in 0..RATE * secs {
