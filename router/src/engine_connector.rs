@@ -18,6 +18,7 @@ use reqwest::Url;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tower::{BoxError, Service};
+use warmroute_process::open_files;
 use warmroute_process::server::{ConnectionFile, ConnectionFiles};
 use warmroute_process::tls::{EngineTls, socket_of};
 
@@ -134,7 +135,11 @@ impl Service<Uri> for EngineConnector {
         let rules = Arc::clone(&self.0);
         Box::pin(async move {
             let time_max = rules.settings.current().connect_timeout();
-            let file = rules.opening.files.take();
+            let file = rules
+                .opening
+                .files
+                .take()
+                .ok_or_else(open_files::exhausted)?;
             let connected = timeout(time_max, rules.connect(uri)).await;
             let io = connected.map_err(io::Error::from)??;
             (rules.opening.on_connected)();

@@ -54,6 +54,12 @@ impl FileShares {
     }
 }
 
+/// The error of a file beyond [`FileShares::connections`], as the system's beyond its limit.
+#[must_use]
+pub fn exhausted() -> io::Error {
+    Errno::MFILE.into()
+}
+
 /// This process, or the system, has as many open files as it may.
 #[must_use]
 pub fn are_exhausted(error: &io::Error) -> bool {

@@ -302,7 +302,7 @@ impl Server {
         };
         let probes = ConnectionSlots::new(ConnectionRole::ProbesOnly, PROBE_CONNECTIONS_MAX);
         let begin = |stream, slot| {
-            let open = OpenConnection::new(slot, files.take(), connections.open.clone());
+            let open = OpenConnection::new(slot, files.count(), connections.open.clone());
             let served = ServedConnection {
                 open,
                 router: router.clone(),
@@ -315,7 +315,7 @@ impl Server {
         loop {
             let accepted = tokio::select! {
                 () = shutdown.stop.cancelled() => break,
-                accepted = accept(&listener, &regular, &probes, &connections.evicted) => accepted,
+                accepted = accept(&listener, &regular, &probes, &files, &connections.evicted) => accepted,
             };
             match accepted {
                 Some((stream, slot)) => begin(stream, slot),
@@ -349,6 +349,7 @@ async fn accept(
     listener: &TcpListener,
     regular: &ConnectionSlots,
     probes: &ConnectionSlots,
+    files: &ConnectionFiles,
     evicted: &IntCounter,
 ) -> Option<(TcpStream, ConnectionSlot)> {
     loop {
@@ -360,12 +361,12 @@ async fn accept(
             }
         };
         let slot = match regular.try_take() {
-            Some(slot) => slot,
+            Some(slot) if files.make_room() => slot,
             None if regular.idle.evict() => {
                 evicted.inc();
                 regular.take().await?
             }
-            None => match probes.try_take() {
+            Some(_) | None => match probes.try_take() {
                 Some(slot) => slot,
                 None if probes.idle.evict() => {
                     evicted.inc();

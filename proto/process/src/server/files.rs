@@ -1,8 +1,9 @@
 //! The files of a proxy's connections, to its clients and to its engines together.
 //!
 //! An idle client needs one file, a request in flight two. So clients may hold most of the files
-//! while engines need few. A connection beyond all of them closes the client that is idle longest.
-//! It opens without waiting for that: what is kept for other purposes holds it until then.
+//! while engines need few. A connection beyond all files closes the client that is idle longest; where
+//! none is idle, it is refused, so that the files kept for probes are left. It opens without waiting
+//! for the closed one's file.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -42,15 +43,28 @@ impl ConnectionFiles {
         }))
     }
 
-    /// Counts a file that is open now or soon. A client calls it before it is listed as idle: it
-    /// would close itself otherwise.
+    /// A file for a connection to an engine; `None` if all are in use and no client is idle.
     #[must_use]
-    pub fn take(&self) -> ConnectionFile {
+    pub fn take(&self) -> Option<ConnectionFile> {
+        self.make_room().then(|| self.count())
+    }
+
+    /// Whether there is room for a file, or for that of a client that is closed for it.
+    pub(super) fn make_room(&self) -> bool {
         let files = &*self.0;
-        let open = files.open.fetch_add(1, Ordering::Relaxed) + 1;
-        if open > files.max && files.idle.evict() {
+        if files.open.load(Ordering::Relaxed) < files.max {
+            return true;
+        }
+        let is_evicted = files.idle.evict();
+        if is_evicted {
             files.evicted.iter().for_each(IntCounter::inc);
         }
+        is_evicted
+    }
+
+    /// Counts a file that is open.
+    pub(super) fn count(&self) -> ConnectionFile {
+        self.0.open.fetch_add(1, Ordering::Relaxed);
         ConnectionFile(self.clone())
     }
 

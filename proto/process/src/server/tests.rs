@@ -118,6 +118,59 @@ async fn heads_of_too_many_headers_or_bytes_are_refused() {
     shutdown.stop.cancel();
 }
 
+/// Connections to engines take files too.
+#[tokio::test]
+async fn a_client_beyond_all_files_gets_probes_only_unless_another_is_idle() {
+    let evicted = IntCounter::new("evicted", "evicted").unwrap();
+    let files = ConnectionFiles::new(3, evicted.clone());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = Server {
+        listener,
+        router: probes(get(|| async {}), get(|| async {}))
+            .route("/", get(|| async { "served" }))
+            .route("/slow", get(endless)),
+        connections_max: 16,
+        files: files.clone(),
+        connections: ConnectionMetrics::hidden().unwrap(),
+        clients: ClientRules::default(),
+    };
+    let (shutdown, tasks) = (Shutdown::default(), TaskTracker::new());
+    tasks.spawn(server.run(shutdown.clone(), tasks.clone()));
+    // One file is a busy client's, the others are those of engines.
+    let mut busy = TcpStream::connect(address).await.unwrap();
+    let request = b"GET /slow HTTP/1.1\r\nhost: h\r\n\r\n";
+    busy.write_all(request).await.unwrap();
+    let read = timeout(PATIENCE, busy.read(&mut [0; 64])).await;
+    assert!(read.unwrap().unwrap() > 0);
+    let engines = [files.take(), files.take()];
+    assert!(engines.iter().all(Option::is_some));
+    assert!(files.take().is_none(), "no client is idle");
+    let get = async |path: &str| {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nhost: h\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = vec![0; 1024];
+        let read = timeout(PATIENCE, stream.read(&mut answer)).await;
+        let read = read.expect("an answer").unwrap();
+        status(&String::from_utf8_lossy(&answer[..read]))
+    };
+    assert_eq!(get("/").await, Some(503));
+    assert_eq!(get("/health").await, Some(200));
+    assert_eq!(evicted.get(), 0);
+    drop(engines);
+    let mut idle = connected(address).await;
+    let engines = [files.take(), files.take()];
+    assert!(
+        engines.iter().all(Option::is_some),
+        "the idle client yields"
+    );
+    assert!(is_closed(&mut idle).await);
+    assert_eq!(evicted.get(), 1);
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
 /// A proxy and the server could read two different ones.
 #[tokio::test]
 async fn a_request_with_two_hosts_or_transfer_encodings_is_refused() {
