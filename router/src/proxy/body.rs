@@ -257,6 +257,12 @@ impl BodyBudget {
         Some(share)
     }
 
+    /// More bytes for a share, which is made where there is none. Returns whether there is room.
+    pub(super) fn grow(&self, share: &mut Option<BudgetShare>, bytes: usize) -> bool {
+        let share = share.get_or_insert_with(|| self.share(usize::MAX));
+        self.take(share, bytes).is_ok()
+    }
+
     #[cfg(test)]
     pub(super) fn free_bytes(&self) -> usize {
         self.0.common.available_permits()

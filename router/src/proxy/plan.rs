@@ -43,6 +43,9 @@ const MEMORY_OF_BYTE_MAX: usize = 12;
 /// ... unless they are small.
 const MEMORY_ALLOWED: usize = 8 << 20;
 
+/// More than this for one request must leave half of the budget to others.
+const SPARE_BYTES_MIN: usize = 16 << 20;
+
 /// Largest text that is compared with the reference encoder.
 const SAMPLE_BYTES_MAX: usize = 64 << 10;
 
@@ -166,7 +169,8 @@ pub(super) struct PlanEncoding {
     texts: std::vec::IntoIter<String>,
     lists: Vec<Vec<u32>>,
     tokens_max: usize,
-    _memory: Option<BudgetShare>,
+    /// Present for prompts of the prompt threads, with what is charged for the whole encoding.
+    memory: Option<(BodyBudget, BudgetShare)>,
 }
 
 /// The parts of a plan that are known before its tokens.
@@ -231,6 +235,15 @@ fn take_model_of_answer(
     }
 }
 
+/// Memory to read a body with.
+fn charge_to_read(budget: &BodyBudget, bytes: usize) -> Option<BudgetShare> {
+    if bytes > SPARE_BYTES_MIN {
+        budget.charge_spare(bytes)
+    } else {
+        budget.charge(bytes)
+    }
+}
+
 /// Reads and renders a request.
 pub(super) fn begin(
     route: PromptRoute,
@@ -242,7 +255,7 @@ pub(super) fn begin(
     let mut parsed = openai::parse_admitted(route, body, &mut |bytes| match limits.budget {
         _ if inputs.work == PromptWork::Skip => bytes == 0,
         Some(budget) if bytes > 0 => {
-            parse_memory = budget.charge(bytes);
+            parse_memory = charge_to_read(budget, bytes);
             parse_memory.is_some()
         }
         Some(_) | None => true,
@@ -303,7 +316,7 @@ pub(super) fn begin(
             lists: Vec::with_capacity(texts.len()),
             texts: texts.into_iter(),
             tokens_max: model.max_model_len.map_or(TOKENS_MAX, |max| max as usize),
-            _memory: memory,
+            memory: limits.budget.cloned().zip(memory),
         }))),
         Ok(TokenSource::Ids(lists)) => ready(draft.finish(Ok(lists), inputs)),
         Err(why) => ready(draft.finish(Err(why), inputs)),
@@ -332,6 +345,9 @@ impl PlanEncoding {
                 }
             },
         };
+        let Ok(_step_memory) = self.step_memory(tokenizer, task.text()) else {
+            return Some(self.end(inputs, Err(NO_MEMORY)));
+        };
         match task.step(tokenizer, bytes) {
             Ok(TaskState::More) => self.current = Some(task),
             Ok(TaskState::Done) => self.encoded(task, inputs.sampling),
@@ -345,6 +361,20 @@ impl PlanEncoding {
             }
         }
         None
+    }
+
+    /// Charges what one step takes, and no job that only waits for its turn.
+    fn step_memory(
+        &self,
+        tokenizer: &Tokenizer,
+        text: &str,
+    ) -> Result<Option<BudgetShare>, Unhashed> {
+        match (&self.memory, tokenizer.step_memory(text.len())) {
+            (Some((budget, _)), bytes) if bytes > 0 => {
+                budget.charge_spare(bytes).map(Some).ok_or(NO_MEMORY)
+            }
+            (Some(_) | None, _) => Ok(None),
+        }
     }
 
     /// Bytes that are not encoded yet.
@@ -564,7 +594,7 @@ fn token_source(
             PromptList::Texts(texts) => {
                 let bytes: usize = texts.iter().map(|text| text.len()).sum();
                 let loaded = Arc::clone(tokenizer()?);
-                let size = PromptSize::new(&loaded.tokenizer, bytes, 0);
+                let size = PromptSize { bytes, values: 0 };
                 let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
                 Ok(TokenSource::Texts {
                     loaded,
@@ -576,7 +606,10 @@ fn token_source(
         },
         openai::PromptSource::Chat(parts) => {
             let loaded = Arc::clone(tokenizer()?);
-            let size = PromptSize::new(&loaded.tokenizer, parts.bytes(), parts.values_max());
+            let size = PromptSize {
+                bytes: parts.bytes(),
+                values: parts.values_max(),
+            };
             let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
             let text = loaded.tokenizer.templates().and_then(|templates| {
                 templates.render_within(parts, inputs.now, limits.of_rendering())
@@ -604,19 +637,9 @@ struct PromptSize {
     bytes: usize,
     /// JSON values that a template reads.
     values: usize,
-    /// Bytes that the encoder takes beside the prompt and its ids.
-    step_memory: usize,
 }
 
 impl PromptSize {
-    fn new(tokenizer: &Tokenizer, bytes: usize, values: usize) -> Self {
-        Self {
-            bytes,
-            values,
-            step_memory: tokenizer.step_memory(bytes),
-        }
-    }
-
     /// Charges the memory that the prompt takes until its tokens are hashed.
     fn admit(
         &self,
@@ -632,7 +655,7 @@ impl PromptSize {
         if memory > memory_max.max(MEMORY_ALLOWED) {
             return Err(NO_MEMORY);
         }
-        let charged = memory.max(memory_max).saturating_add(self.step_memory);
+        let charged = memory.max(memory_max);
         let charge = |budget: &BodyBudget| budget.charge(charged).ok_or(NO_MEMORY);
         limits.budget.map(charge).transpose()
     }

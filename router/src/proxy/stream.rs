@@ -52,7 +52,6 @@ pub(super) enum BodyWatch {
 pub(super) struct KeptAnswer {
     bytes: Vec<u8>,
     budget: BodyBudget,
-    /// For all that it may keep.
     share: Option<BudgetShare>,
 }
 
@@ -70,10 +69,8 @@ impl KeptAnswer {
         if self.bytes.len() + piece.len() > JSON_BYTES_MAX {
             return false;
         }
-        if self.share.is_none() {
-            self.share = self.budget.charge_spare(JSON_BYTES_MAX);
-        }
-        let has_room = self.share.is_some();
+        // A list that grows has up to twice its items' size.
+        let has_room = self.budget.grow(&mut self.share, 2 * piece.len());
         if has_room {
             self.bytes.extend_from_slice(piece);
         }
@@ -566,11 +563,13 @@ mod tests {
         let mut kept = KeptAnswer::new(ample.clone());
         assert!(kept.keep(b"{\"usage\":") && kept.keep(b"{}}"));
         assert_eq!(kept.bytes, b"{\"usage\":{}}");
-        assert_eq!(ample.free_bytes(), 3 * JSON_BYTES_MAX);
+        assert_eq!(
+            ample.free_bytes(),
+            4 * JSON_BYTES_MAX - 2 * kept.bytes.len()
+        );
         assert!(!kept.keep(&[b' '; JSON_BYTES_MAX]), "too large");
         drop(kept);
         assert_eq!(ample.free_bytes(), 4 * JSON_BYTES_MAX);
-        let small = budget(JSON_BYTES_MAX - 1);
-        assert!(!KeptAnswer::new(small).keep(b"{}"));
+        assert!(!KeptAnswer::new(budget(3)).keep(b"{}"));
     }
 }

@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice, is_dense};
+use super::chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice, is_dense, values_max};
 use super::fields::BodyFields;
 use super::request::{
     FirstOpaque, OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo,
@@ -78,9 +78,10 @@ fn unknown<E>(_: E) -> OpaqueReason {
     OpaqueReason::UnknownItem
 }
 
-/// Memory for each byte of these fields while they are converted: their values, and the chat's JSON.
-/// Without many small values, which are not converted.
-const MEMORY_OF_BYTE: usize = 8;
+/// Memory for each byte of these fields while they are converted: in values, and in the chat's JSON.
+const MEMORY_OF_BYTE: usize = 3;
+/// Memory for each of their values.
+const MEMORY_OF_VALUE: usize = 96;
 
 /// Reads a body of one of these routes. `admits` is asked for bytes of memory before it is converted.
 pub(super) fn parse<'b>(
@@ -105,12 +106,13 @@ pub(super) fn parse<'b>(
     }
     let stream = opaque.flag(&fields, "stream").unwrap_or(false);
     let parts = DENSE_FIELDS.into_iter().filter_map(|name| fields.raw(name));
-    let bytes: usize = parts.clone().map(|raw| raw.get().len()).sum();
     let is_dense = parts.clone().any(|raw| is_dense(raw.get()));
+    let memory = parts.map(|raw| {
+        let json = raw.get();
+        json.len() * MEMORY_OF_BYTE + values_max(json) * MEMORY_OF_VALUE
+    });
     let converted = match route {
-        _ if is_dense || !admits(bytes.saturating_mul(MEMORY_OF_BYTE)) => {
-            Err(OpaqueReason::PromptMemory)
-        }
+        _ if is_dense || !admits(memory.sum()) => Err(OpaqueReason::PromptMemory),
         ConvertedRoute::Responses => responses::convert(&fields),
         ConvertedRoute::Messages => anthropic::convert(&fields),
     };

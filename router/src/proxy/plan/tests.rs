@@ -494,32 +494,47 @@ fn a_conversion_to_a_chat_is_charged_to_the_budget_of_bodies() {
             }
         };
         // Enough for what is done after the conversion only.
-        assert_eq!(why(&budget(300_000)), Some("prompt_memory"), "{route:?}");
+        assert_eq!(why(&budget(280_000)), Some("prompt_memory"), "{route:?}");
         assert_eq!(why(&budget(500_000)), None, "{route:?}");
     }
 }
 
-/// The reference takes far more memory for a text than the own encoder.
+/// The reference takes far more memory for a text than the own encoder. What waits for its turn takes
+/// none.
 #[test]
 fn a_step_of_the_reference_encoder_is_charged() {
     let inputs = with_tokenizer();
-    let text = "word ".repeat(4_000);
-    let body = chat(&text);
-    let budget = budget(1_000_000);
-    let is_encoded = || {
+    let body = chat(&"word ".repeat(4_000));
+    let encoded = |budget: &BodyBudget| {
         let limits = WorkLimits {
-            budget: Some(&budget),
+            budget: Some(budget),
             is_cancelled: &|| false,
         };
         let route = PromptRoute::ChatCompletions;
-        let begun = begin(route, body.as_bytes(), &inputs, &limits);
-        matches!(begun.unwrap(), Planning::Encoding(_))
+        let begun = begin(route, body.as_bytes(), &inputs, &limits).unwrap();
+        let Planning::Encoding(mut encoding) = begun else {
+            panic!("the encoding is not charged yet");
+        };
+        let planned = loop {
+            if let Some(planned) = encoding.step(&inputs, 4096) {
+                break planned.unwrap();
+            }
+        };
+        drop(encoding);
+        planned.unhashed
     };
-    assert!(is_encoded());
+    let (small, large) = (budget(1_000_000), budget(8_000_000));
+    assert_eq!(encoded(&small), None);
     let tokenizer = &inputs.tokenizers.of("m").unwrap().tokenizer;
     let compared = tokenizer.compare_with_reference("word", SpecialTokens::Omit, &[]);
     assert_eq!(compared, ReferenceComparison::Different);
-    assert!(!is_encoded(), "160 bytes for each of 20,000 bytes");
+    assert_eq!(
+        encoded(&small),
+        Some("prompt_memory"),
+        "160 bytes for each of 20,000"
+    );
+    assert_eq!(encoded(&large), None);
+    assert_eq!(large.free_bytes(), 8_000_000);
 }
 
 /// Before they are read: the ids of `[1,1` take several times its bytes.

@@ -5,6 +5,10 @@ use super::*;
 /// Written by `testdata/convert.py` with vLLM itself.
 const GOLDEN: &str = include_str!("../../../testdata/conversions.json");
 
+fn parse_freely(route: ConvertedRoute, body: &[u8]) -> ParsedRequest<'_> {
+    parse(route, body, &mut |_| true)
+}
+
 fn chat<'a>(request: &'a ParsedRequest<'_>) -> &'a ChatParts<'a> {
     match &request.prompt {
         PromptSource::Chat(chat) => chat,
@@ -41,7 +45,7 @@ fn bodies_become_the_engines_chats() {
             _ => ConvertedRoute::Messages,
         };
         let body = case["body"].to_string();
-        let request = parse(route, body.as_bytes());
+        let request = parse_freely(route, body.as_bytes());
         assert_eq!(request.info.opaque, None, "{body}");
         let parts = chat(&request);
         let expected = normal(case["messages"].clone());
@@ -158,12 +162,12 @@ fn other_bodies_are_opaque_and_never_refused() {
         (Messages, json!([]), "unreadable_field"),
     ] {
         let body = body.to_string();
-        let request = parse(route, body.as_bytes());
+        let request = parse_freely(route, body.as_bytes());
         let reason = request.info.opaque.map(OpaqueReason::as_str);
         assert_eq!(reason, Some(why), "{body}");
     }
     for body in [&b""[..], b"{", b"\xff", b"\"x\""] {
-        assert!(parse(Messages, body).info.opaque.is_some());
+        assert!(parse_freely(Messages, body).info.opaque.is_some());
     }
 }
 
@@ -171,7 +175,7 @@ fn other_bodies_are_opaque_and_never_refused() {
 fn options_are_read() {
     let parse = |body: Value| {
         let body = body.to_string();
-        let info = parse(ConvertedRoute::Responses, body.as_bytes()).info;
+        let info = parse_freely(ConvertedRoute::Responses, body.as_bytes()).info;
         (
             info.model,
             info.cache_salt,
