@@ -142,7 +142,7 @@ pub enum InfoError {
     Key(StatusCode),
     #[error("status {0}")]
     Status(StatusCode),
-    #[error("no whole answer within 2 s, or the connection broke")]
+    #[error("no whole answer in time, or the connection broke")]
     Silence,
     #[error("no agreement on TLS: does --engine-ca or engines.ca name its authority?")]
     Tls,

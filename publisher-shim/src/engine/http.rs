@@ -278,7 +278,7 @@ impl EngineHttp {
 
     async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
         let mut answer = self.request(Method::GET, path).send().await;
-        // A connection of the pool may have ended since; another one is new.
+        // A connection of the pool may have ended since; the next one is most likely new.
         if answer.as_ref().is_err_and(is_broken) {
             answer = self.request(Method::GET, path).send().await;
         }
