@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use tokio::time::Instant;
 use warmroute_process::log_limit::LogLimit;
-use warmroute_proto::{DpRank, Source};
+use warmroute_proto::{DpRank, Source, WorkerId};
 
 use super::App;
 use super::attempt::{AttemptError, EngineHead, Placement};
@@ -39,10 +39,16 @@ const ATTEMPTS_MAX: usize = 3;
 const BROKEN_MAX: usize = 2;
 
 /// Lines of the log that one client may cause by requests on which engines break.
-static UNANSWERED: LogLimit = LogLimit::new();
+static UNANSWERED: [LogLimit; 16] = [const { LogLimit::new() }; 16];
 static TWO_LENGTHS: LogLimit = LogLimit::new();
 
 const REFUSED_FRAMING: &str = "answer with a length and chunks, not passed on";
+
+/// The limit of a worker's lines, which few others share.
+fn limit_of(worker: &WorkerId) -> &'static LogLimit {
+    let sum: usize = worker.as_str().bytes().map(usize::from).sum();
+    &UNANSWERED[sum % UNANSWERED.len()]
+}
 
 /// What is sent, equal at every attempt.
 pub(super) struct ForwardedRequest {
@@ -87,6 +93,17 @@ impl From<Vec<Source>> for ExcludedSources {
             sources,
             for_hint: false,
         }
+    }
+}
+
+impl ExcludedSources {
+    /// Ends a hint: the request is routed as any other. Returns whether there was one.
+    fn end_hint(&mut self) -> bool {
+        let is_ended = self.for_hint && !self.sources.is_empty();
+        if is_ended {
+            self.sources.clear();
+        }
+        is_ended
     }
 }
 
@@ -146,7 +163,7 @@ impl App {
         &self,
         call: &mut Call,
         request: &ForwardedRequest,
-        routing: &Routing,
+        routing: &mut Routing,
         pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
         let permit = self.engines.permit().ok_or(ProxyError::FilesFull)?;
@@ -159,7 +176,7 @@ impl App {
         &self,
         call: &mut Call,
         request: &ForwardedRequest,
-        routing: &Routing,
+        routing: &mut Routing,
         pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
         let mut history = AttemptHistory {
@@ -169,6 +186,10 @@ impl App {
         loop {
             let mut placement = match self.admit(routing, &history.tried, call) {
                 Ok(placement) => placement,
+                Err(_) if routing.excluded.end_hint() => {
+                    history.tried.clear();
+                    continue;
+                }
                 Err(error) => return history.refused(error),
             };
             pass.admitted(self, routing, call);
@@ -209,7 +230,7 @@ impl App {
                     reason
                 }
             };
-            if routing.excluded.for_hint && history.attempts == 1 {
+            if routing.excluded.end_hint() {
                 history.tried.clear();
             }
             history.exclude(&source, &self.fleet);
@@ -276,7 +297,7 @@ impl App {
     fn failed(&self, placement: &mut Placement, error: &AttemptError) -> RetryReason {
         let decision = &placement.decision;
         let (worker, url) = (&decision.source.worker, &decision.url);
-        if let Some(left_out) = UNANSWERED.admit() {
+        if let Some(left_out) = limit_of(worker).admit() {
             tracing::warn!(%worker, %error, left_out, "worker did not answer");
         }
         let reason = match error {

@@ -62,7 +62,7 @@ use crate::tokenizers::Tokenizers;
 use body::{BufferedBody, head_bytes};
 use call::Call;
 use generate::INLINE_BYTES_MAX;
-use peer_hints::TenantSalt;
+use peer_hints::TenantName;
 
 /// Everything that a request needs.
 pub(crate) struct App {
@@ -92,7 +92,7 @@ pub(crate) struct App {
 /// What changes a request's body.
 enum BodyRule {
     Tenant(Arc<TenantVisit>),
-    Hint(TenantSalt),
+    Hint(TenantName),
 }
 
 impl BodyRule {

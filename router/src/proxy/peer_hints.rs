@@ -10,6 +10,7 @@ use super::App;
 use super::forward::ExcludedSources;
 use crate::openai::{ImposedFields, OpenAiError, impose};
 use crate::settings::{TenantHint, WorkerHint};
+use crate::tenants::{SALT_PREFIX, group_salt};
 
 const WORKER: HeaderName = HeaderName::from_static("x-dynamo-worker-instance-id");
 const RANK: HeaderName = HeaderName::from_static("x-dynamo-dp-rank");
@@ -17,9 +18,6 @@ const TENANT: HeaderName = HeaderName::from_static("x-tenant-id");
 
 /// Routes whose engines read `cache_salt`.
 const SALTED_ROUTES: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/v1/responses"];
-
-/// vLLM's bound of a salt.
-const SALT_BYTES_MAX: usize = 128;
 
 impl App {
     /// The sources that must not get a request: all but its owner's, or but those that it names.
@@ -68,41 +66,39 @@ impl App {
     }
 
     /// The tenant that a request to a router without tenants names.
-    pub(super) fn hinted_tenant(&self, headers: &HeaderMap, path: &str) -> Option<TenantSalt> {
+    pub(super) fn hinted_tenant(&self, headers: &HeaderMap, path: &str) -> Option<TenantName> {
         if !SALTED_ROUTES.contains(&path) {
             return None;
         }
-        let name = headers.get(TENANT)?;
         let settings = self.settings.current();
-        let is_followed = settings.tenants.is_empty();
         match settings.tenant_hint {
-            TenantHint::CacheSalt if is_followed => {
-                Some(TenantSalt(name.to_str().unwrap_or_default().to_owned()))
+            TenantHint::CacheSalt if settings.tenants.is_empty() => {
+                let mut names = headers.get_all(TENANT).into_iter();
+                let first = names.next()?;
+                let only = first.to_str().ok().filter(|_| names.next().is_none());
+                Some(TenantName(only.map(str::to_owned)))
             }
             TenantHint::CacheSalt | TenantHint::Ignore => None,
         }
     }
 }
 
-/// A tenant's name, by which the engine's cache is divided.
+/// A tenant's name, by which the engine's cache is divided; `None`: not one text.
 #[derive(Clone)]
-pub(super) struct TenantSalt(String);
+pub(super) struct TenantName(Option<String>);
 
-impl TenantSalt {
-    /// The body for the engine; `None` if it has a salt of its own, which it keeps.
+impl TenantName {
+    /// The body for the engine.
     pub(super) fn imposed(&self, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
-        let name = &self.0;
-        let is_salt = (1..=SALT_BYTES_MAX).contains(&name.len())
-            && name
-                .bytes()
-                .all(|byte| byte.is_ascii_graphic() && !b"@/\\".contains(&byte));
-        if !is_salt {
-            let message =
-                "`x-tenant-id` must be a cache salt: 1 to 128 characters without `@`, `/`, `\\`.";
-            return Err(OpenAiError::invalid("x-tenant-id", message).with_code("invalid_tenant"));
-        }
+        let name = self.0.as_deref().filter(|name| !name.is_empty());
+        let name = name.ok_or_else(|| {
+            let message = "`x-tenant-id` must be one text.";
+            OpenAiError::invalid("x-tenant-id", message).with_code("invalid_tenant")
+        })?;
         let fields = ImposedFields {
-            salt: Some(Box::new(|own| own.unwrap_or(name).to_owned())),
+            // Also over the client's own salt, which may be another tenant's.
+            salt: Some(Box::new(|own| group_salt(name, own))),
+            reserved_salt: SALT_PREFIX,
             ..ImposedFields::default()
         };
         impose(body, &fields)

@@ -79,7 +79,7 @@ impl QueueHints {
 
 impl QueuePass {
     pub(super) const fn new(routing: &Routing) -> Self {
-        if routing.excluded.sources.is_empty() {
+        if routing.excluded.sources.is_empty() || routing.excluded.for_hint {
             Self::Before
         } else {
             Self::Behind

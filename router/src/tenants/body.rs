@@ -10,7 +10,7 @@ use crate::openai::{
 use crate::settings::SeparateCaches;
 
 /// Begins each salt that the router makes. Clients must not send one that begins so.
-const SALT_PREFIX: &str = "warmroute-";
+pub(crate) const SALT_PREFIX: &str = "warmroute-";
 
 const MESSAGES: &str = "/v1/messages";
 const RESPONSES: &str = "/v1/responses";
@@ -90,7 +90,7 @@ impl TenantVisit {
 }
 
 /// The salt of a group's prompts. Prompts with different salts of their own stay apart.
-fn group_salt(group: &str, own: Option<&str>) -> String {
+pub(crate) fn group_salt(group: &str, own: Option<&str>) -> String {
     let mut hash = Context::new(&SHA256);
     hash.update(&(group.len() as u64).to_le_bytes());
     hash.update(group.as_bytes());

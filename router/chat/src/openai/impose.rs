@@ -143,9 +143,7 @@ pub fn impose(body: &[u8], imposed: &ImposedFields<'_>) -> Result<Option<Vec<u8>
     let mut added: Vec<(&str, String)> = Vec::new();
     if let Some(salt) = &imposed.salt {
         let salt = salt(own_salt.as_deref());
-        if own_salt.as_deref() != Some(salt.as_str()) {
-            added.push((SALT, serde_json::Value::from(salt).to_string()));
-        }
+        added.push((SALT, serde_json::Value::from(salt).to_string()));
     }
     if let Some(bound) = imposed.output
         && let Some(tokens) = missing_output(&fields, bound)?

@@ -77,6 +77,41 @@ async fn a_named_worker_that_fails_is_followed_by_another() {
 }
 
 #[tokio::test]
+async fn a_named_worker_that_is_full_is_chosen_around_and_the_queue_stays() {
+    let engines = [Engine::start().await, Engine::start().await];
+    let world = World::with_active_max(&[&engines[0], &engines[1]], 1).await;
+    world.set("worker_hint = \"follow\"");
+    let send = |headers: &'static [(&'static str, &'static str)], body: &Value| {
+        let request = world.post("/v1/completions", body);
+        let add = |request: reqwest::RequestBuilder, (name, value): &(&str, &str)| {
+            request.header(*name, *value)
+        };
+        headers.iter().fold(request, add).send()
+    };
+    const NAMED: &[(&str, &str)] = &[("x-dynamo-worker-instance-id", "w1")];
+    let mut first = send(NAMED, &streaming()).await.unwrap();
+    engines[1].release_event(&mut first).await;
+    let mut second = send(NAMED, &streaming()).await.unwrap();
+    engines[0].release_event(&mut second).await;
+    assert_eq!([engines[0].asked(), engines[1].asked()], [1, 1]);
+    let tasks = TaskTracker::new();
+    let third = tasks.spawn(send(NAMED, &body(4)));
+    let queued = async {
+        while world.app.admission.size().requests != 1 {
+            tokio::task::yield_now().await;
+        }
+    };
+    in_time("the request waits", queued).await;
+    drop(first);
+    let answer = in_time("an answer", third).await.unwrap().unwrap();
+    assert_eq!(answer.status(), 200);
+    answer.bytes().await.unwrap();
+    assert_eq!([engines[0].asked(), engines[1].asked()], [1, 2]);
+    drop(second);
+    world.until_quiet().await;
+}
+
+#[tokio::test]
 async fn a_named_tenant_divides_the_caches() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
@@ -90,27 +125,32 @@ async fn a_named_tenant_divides_the_caches() {
     world.set("tenant_hint = \"cache-salt\"");
     assert_eq!(hinted(&world, CHAT, &named).await, 200);
     let salted: Value = serde_json::from_str(&engine.last().body).unwrap();
-    assert_eq!(salted["cache_salt"], "acme-1");
-    // Neither without the header, nor where engines read no salt, nor over the client's own.
+    let salt = salted["cache_salt"].as_str().unwrap().to_owned();
+    assert!(salt.starts_with("warmroute-"), "{salt}");
+    assert_eq!(hinted(&world, CHAT, &named).await, 200);
+    assert!(engine.last().body.contains(&salt));
+    // Another tenant has another salt, also if it sends this one's name as its own.
+    for own in [None, Some("acme-1")] {
+        let mut body = request(CHAT);
+        body["cache_salt"] = own.into();
+        let sent = world.post(CHAT, &body).header("x-tenant-id", "other");
+        assert_eq!(sent.send().await.unwrap().status(), 200);
+        assert!(!engine.last().body.contains(&salt), "{own:?}");
+    }
+    // Neither without the header nor where engines read no salt.
     assert_eq!(hinted(&world, CHAT, &[]).await, 200);
     assert_eq!(engine.last().body, request(CHAT).to_string());
     assert_eq!(hinted(&world, EMBEDDINGS, &named).await, 200);
     assert_eq!(engine.last().body, request(EMBEDDINGS).to_string());
-    let own = r#"{"cache_salt": "own", "model": "m", "prompt": "x"}"#;
-    let sent = world.post("/v1/completions", &json!({})).body(own);
-    let answer = sent.header("x-tenant-id", "acme-1").send().await.unwrap();
-    assert_eq!(
-        (answer.status().as_u16(), engine.last().body.as_str()),
-        (200, own)
-    );
     let asked = engine.asked();
-    for name in ["", "a/b", "a b", &"a".repeat(129)] {
-        assert_eq!(
-            hinted(&world, CHAT, &[("x-tenant-id", name)]).await,
-            400,
-            "{name:?}"
-        );
+    let twice = [("x-tenant-id", "a"), ("x-tenant-id", "b")];
+    for headers in [&twice[..], &[("x-tenant-id", "")]] {
+        assert_eq!(hinted(&world, CHAT, headers).await, 400, "{headers:?}");
     }
+    let mut body = request(CHAT);
+    body["cache_salt"] = salt.into();
+    let sent = world.post(CHAT, &body).header("x-tenant-id", "other");
+    assert_eq!(sent.send().await.unwrap().status(), 400);
     assert_eq!(engine.asked(), asked);
     world.until_quiet().await;
 }
