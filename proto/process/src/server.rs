@@ -227,6 +227,14 @@ enum ConnectionRole {
 }
 
 impl ConnectionRole {
+    fn refuses<B>(self, request: &Request<B>) -> bool {
+        match self {
+            Self::Regular => false,
+            Self::ProbesOnly => !is_probe(request.uri().path()),
+            Self::Outdated => true,
+        }
+    }
+
     fn outdated_for(self, time: Duration) -> Self {
         if time > LATE_STREAMS {
             Self::Outdated
@@ -323,8 +331,8 @@ impl Server {
             }
         }
         for stream in backlog(listener) {
-            // Beyond the bound they are refused.
-            match regular.try_take() {
+            // Beyond the bounds they are refused.
+            match regular.try_take().filter(|_| files.make_room()) {
                 Some(slot) => begin(stream, slot),
                 None => return,
             }
@@ -501,6 +509,10 @@ impl ServedConnection {
                 }
                 (Protocol::Http1 | Protocol::Http2, end) => (role, end),
             };
+            // A client would send its requests on this connection for as long as it is open.
+            if protocol == Protocol::Http2 && role.refuses(&request) {
+                ends.cancel();
+            }
             let served = serve_request(&activity, role, &router, request);
             async move { served.await.map(|response| end.signed(response)) }
         });
@@ -644,7 +656,7 @@ fn serve_request(
             Err(refusal(StatusCode::BAD_REQUEST, TWO_ENCODINGS))
         }
         ConnectionRole::Outdated => Err(refusal(StatusCode::MISDIRECTED_REQUEST, OUTDATED)),
-        ConnectionRole::ProbesOnly if !is_probe(request.uri().path()) => Err(full()),
+        ConnectionRole::ProbesOnly if role.refuses(&request) => Err(full()),
         ConnectionRole::Regular | ConnectionRole::ProbesOnly => {
             let watched = |body| ArrivingBody::new(body, Arc::clone(activity));
             Ok(router.call(request.map(watched)))

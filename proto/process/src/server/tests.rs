@@ -367,6 +367,34 @@ async fn clients_may_speak_http2_without_tls() {
     assert_eq!(metrics.evicted.get(), 1);
 }
 
+/// A client of HTTP/2 keeps one connection: it must open another when there is room again.
+#[tokio::test]
+async fn a_refused_request_ends_a_connection_for_probes_only() {
+    let (address, metrics, shutdown) = serve_clients(1, HalfClosed::Abort).await;
+    let mut busy = TcpStream::connect(address).await.unwrap();
+    let request = b"GET /slow HTTP/1.1\r\nhost: h\r\n\r\n";
+    busy.write_all(request).await.unwrap();
+    let read = timeout(PATIENCE, busy.read(&mut [0; 64])).await;
+    assert!(read.unwrap().unwrap() > 0);
+    let mut client = http2_client(address).await;
+    for _ in 0..3 {
+        assert_eq!(http2_status(&mut client, "/health").await, Some(200));
+    }
+    assert_eq!(http2_status(&mut client, "/").await, Some(503));
+    drop(busy);
+    let ended = async {
+        while metrics.open.get() > 0 {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, ended).await.expect("the client is told");
+    assert_eq!(http2_status(&mut client, "/").await, None);
+    let mut again = http2_client(address).await;
+    assert_eq!(http2_status(&mut again, "/").await, Some(200));
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
 /// The first bytes may come one by one, and be of another protocol.
 #[tokio::test]
 async fn slow_and_wrong_prefaces_are_http1() {
