@@ -39,6 +39,8 @@ const PACE_BYTES_MIN: usize = 10 * (32 << 10);
 
 /// Share of the budget that is reserved for small bodies: of 512 MiB, 64 MiB or 1,000 such bodies.
 const RESERVE_DIVISOR: usize = 8;
+/// One part in so many of the rest is left to what requests cannot do without.
+const SPARE_DIVISOR: usize = 4;
 
 /// Longest time for which a refused body is discarded.
 const DISCARD_MAX: Duration = Duration::from_secs(30);
@@ -257,10 +259,11 @@ impl BodyBudget {
         Some(share)
     }
 
-    /// More bytes for a share, which is made where there is none. Returns whether there is room.
-    pub(super) fn grow(&self, share: &mut Option<BudgetShare>, bytes: usize) -> bool {
+    /// More bytes for a share, which is made where there is none, for what a request can do without.
+    /// Returns whether there is room.
+    pub(super) fn grow_spare(&self, share: &mut Option<BudgetShare>, bytes: usize) -> bool {
         let share = share.get_or_insert_with(|| self.share(usize::MAX));
-        self.take(share, bytes).is_ok()
+        self.has_spare(bytes) && self.take(share, bytes).is_ok()
     }
 
     #[cfg(test)]
@@ -268,10 +271,14 @@ impl BodyBudget {
         self.0.common.available_permits()
     }
 
-    /// Bytes for what a request can do without; `None` unless more than half of the budget is free.
+    /// Bytes for what a request can do without; `None` unless they leave a quarter of the budget.
     pub(super) fn charge_spare(&self, bytes: usize) -> Option<BudgetShare> {
-        let is_spare = self.0.common.available_permits() > self.0.common_bytes / 2;
-        is_spare.then(|| self.charge(bytes)).flatten()
+        self.has_spare(bytes).then(|| self.charge(bytes)).flatten()
+    }
+
+    fn has_spare(&self, bytes: usize) -> bool {
+        let left = self.0.common.available_permits().checked_sub(bytes);
+        left.is_some_and(|left| left >= self.0.common_bytes / SPARE_DIVISOR)
     }
 
     /// Puts other bytes in a body's place, and charges what they are longer.

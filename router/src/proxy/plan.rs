@@ -43,7 +43,7 @@ const MEMORY_OF_BYTE_MAX: usize = 12;
 /// ... unless they are small.
 const MEMORY_ALLOWED: usize = 8 << 20;
 
-/// More than this for one request must leave half of the budget to others.
+/// More than this for one request must leave a quarter of the budget to others.
 const SPARE_BYTES_MIN: usize = 16 << 20;
 
 /// Largest text that is compared with the reference encoder.
@@ -235,8 +235,8 @@ fn take_model_of_answer(
     }
 }
 
-/// Memory to read a body with.
-fn charge_to_read(budget: &BodyBudget, bytes: usize) -> Option<BudgetShare> {
+/// Memory for work on a prompt, which is routed by load without it.
+fn charge_large(budget: &BodyBudget, bytes: usize) -> Option<BudgetShare> {
     if bytes > SPARE_BYTES_MIN {
         budget.charge_spare(bytes)
     } else {
@@ -255,7 +255,7 @@ pub(super) fn begin(
     let mut parsed = openai::parse_admitted(route, body, &mut |bytes| match limits.budget {
         _ if inputs.work == PromptWork::Skip => bytes == 0,
         Some(budget) if bytes > 0 => {
-            parse_memory = charge_to_read(budget, bytes);
+            parse_memory = charge_large(budget, bytes);
             parse_memory.is_some()
         }
         Some(_) | None => true,
@@ -656,7 +656,7 @@ impl PromptSize {
             return Err(NO_MEMORY);
         }
         let charged = memory.max(memory_max);
-        let charge = |budget: &BodyBudget| budget.charge(charged).ok_or(NO_MEMORY);
+        let charge = |budget| charge_large(budget, charged).ok_or(NO_MEMORY);
         limits.budget.map(charge).transpose()
     }
 }

@@ -70,7 +70,7 @@ impl KeptAnswer {
             return false;
         }
         // A list that grows has up to twice its items' size.
-        let has_room = self.budget.grow(&mut self.share, 2 * piece.len());
+        let has_room = self.budget.grow_spare(&mut self.share, 2 * piece.len());
         if has_room {
             self.bytes.extend_from_slice(piece);
         }

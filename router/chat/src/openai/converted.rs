@@ -33,7 +33,7 @@ pub(super) enum ConvertedRoute {
 struct ConvertedChat {
     messages: Vec<Value>,
     /// The messages for a template that accepts system messages at the front only.
-    system_first: Option<Vec<Value>>,
+    system_first: Option<Box<RawValue>>,
     tools: Option<Vec<ChatTool>>,
     reasoning_effort: Option<String>,
     thinking: ThinkingRequest,
@@ -78,8 +78,9 @@ fn unknown<E>(_: E) -> OpaqueReason {
     OpaqueReason::UnknownItem
 }
 
-/// Memory for each byte of these fields while they are converted: in values, and in the chat's JSON.
-const MEMORY_OF_BYTE: usize = 3;
+/// Memory for each byte of these fields while they are converted: in values, and in the chat's JSON,
+/// which may be there in two orders.
+const MEMORY_OF_BYTE: usize = 4;
 /// Memory for each of their values.
 const MEMORY_OF_VALUE: usize = 96;
 
@@ -179,12 +180,11 @@ impl ConvertedChat {
         fields: &BodyFields<'a>,
         special_tokens: SpecialTokens,
     ) -> Conversion<ChatParts<'a>> {
-        let raw = |messages: &Vec<Value>| to_raw_value(messages).map_err(unknown);
         let tools = self.tools.filter(|tools| !tools.is_empty());
         let tools = tools.map(|tools| to_raw_value(&tools).map_err(unknown));
         Ok(ChatParts {
-            messages: Cow::Owned(raw(&self.messages)?),
-            system_first: self.system_first.as_ref().map(raw).transpose()?,
+            messages: Cow::Owned(to_raw_value(&self.messages).map_err(unknown)?),
+            system_first: self.system_first,
             tools: tools.transpose()?.map(Cow::Owned),
             tool_choice: self.tool_choice,
             documents: None,

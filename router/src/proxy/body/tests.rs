@@ -217,15 +217,21 @@ async fn a_body_that_becomes_large_moves_to_the_common_part() {
 }
 
 #[test]
-fn what_can_be_left_out_leaves_half_of_the_budget_free() {
+fn what_can_be_left_out_leaves_a_quarter_of_the_budget() {
     let budget = budget(80_000, 1_000);
-    let half = budget.0.common_bytes / 2;
-    let _bodies = budget.charge(half - 500).unwrap();
-    let spare = budget.charge_spare(500);
+    let all = budget.0.common_bytes;
+    let kept = all / SPARE_DIVISOR;
+    assert!(budget.charge_spare(all - kept + 1).is_none());
+    let bodies = budget.charge(all - kept - 500).unwrap();
+    let spare = budget.charge_spare(300);
     assert!(spare.is_some());
-    assert!(budget.charge_spare(1).is_none(), "half is in use");
-    drop(spare);
-    assert!(budget.charge_spare(1).is_some());
+    let mut growing = None;
+    assert!(budget.grow_spare(&mut growing, 200));
+    assert!(budget.charge_spare(1).is_none());
+    assert!(!budget.grow_spare(&mut growing, 1));
+    assert!(budget.charge(kept).is_some(), "other work may have it");
+    drop((bodies, spare, growing));
+    assert_eq!(budget.0.common.available_permits(), all);
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use serde_json::value::RawValue;
+use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
 use super::{ChatFunction, ChatTool, Conversion, ConvertedChat, TextOr, unknown};
@@ -112,8 +112,10 @@ pub(super) fn convert(fields: &BodyFields<'_>) -> Conversion<ConvertedChat> {
     if !inline.is_empty() {
         let all: Vec<String> = system.into_iter().chain(inline).collect();
         let is_other = |message: &&Value| message["role"] != "system";
-        let rest = chat.messages.iter().filter(is_other).cloned();
-        chat.system_first = Some(system_message(&all).into_iter().chain(rest).collect());
+        let rest = chat.messages.iter().filter(is_other);
+        let first = system_message(&all);
+        let ordered: Vec<&Value> = first.iter().chain(rest).collect();
+        chat.system_first = Some(to_raw_value(&ordered).map_err(unknown)?);
     }
     chat.tools = fields.raw("tools").map(tools).transpose()?;
     chat.tool_choice = tool_choice(fields)?;
