@@ -27,7 +27,7 @@ use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
 
 use crate::openai::PriorityRule;
 use crate::settings::{EngineAuthorization, LiveSettings, SeparateCaches, Settings, TenantRules};
-pub(crate) use body::{SALT_PREFIX, group_salt, is_form_route};
+pub(crate) use body::{SALT_PREFIX, group_salt, has_prompt, is_form_route};
 pub(crate) use shared_budget::LimitSharing;
 pub(crate) use sharing::{Newcomers, SharingRouters};
 use usage::TenantUsage;

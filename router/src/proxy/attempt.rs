@@ -21,7 +21,7 @@ use super::App;
 use super::engine_client::EngineResponse;
 use super::forward::{ForwardedRequest, Routing};
 use crate::engine_connector::AddressError;
-use crate::engine_error::with_causes;
+use crate::engine_error::{lacks_files, with_causes};
 use crate::fleet::TrackedRequest;
 use crate::metrics::{CancelPhase, Metrics};
 use crate::route::{Admitted, Decision, RouteRequest};
@@ -59,6 +59,12 @@ pub(super) enum AttemptError {
     /// The engine needs no model for the request, which the client may have made large.
     #[error("no answer without the model within {0:?}")]
     BriefSilent(Duration),
+}
+
+impl AttemptError {
+    pub(super) fn lacks_files(&self) -> bool {
+        matches!(self, Self::Request(error) if lacks_files(error))
+    }
 }
 
 /// What the wait for an answer's beginning depends on.

@@ -23,7 +23,7 @@ use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
 use crate::engine_connector::AddressError;
-use crate::engine_error::{is_refused, lacks_files};
+use crate::engine_error::is_refused;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestResult};
@@ -83,7 +83,7 @@ pub(super) struct Routing {
 /// Sources that must not get a request.
 pub(super) struct ExcludedSources {
     pub sources: Vec<Source>,
-    /// Excluded for a client's hint, which ends with a failure.
+    /// Excluded for a client's hint, until it ends.
     pub for_hint: bool,
 }
 
@@ -99,11 +99,10 @@ impl From<Vec<Source>> for ExcludedSources {
 impl ExcludedSources {
     /// Ends a hint: the request is routed as any other. Returns whether there was one.
     fn end_hint(&mut self) -> bool {
-        let is_ended = self.for_hint && !self.sources.is_empty();
-        if is_ended {
+        if self.for_hint {
             self.sources.clear();
         }
-        is_ended
+        std::mem::take(&mut self.for_hint)
     }
 }
 
@@ -119,6 +118,8 @@ struct AttemptHistory {
     attempts: usize,
     broken: usize,
     tried: Vec<Source>,
+    /// A connection was not opened for lack of files.
+    lacked_files: bool,
     /// A 502 or 503, which is the answer if no worker has a better one.
     fallback: Option<EngineAnswer>,
 }
@@ -179,6 +180,7 @@ impl App {
         routing: &mut Routing,
         pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
+        self.renew_hint(routing, &request.headers);
         let mut history = AttemptHistory {
             tried: routing.excluded.sources.clone(),
             ..AttemptHistory::default()
@@ -222,6 +224,7 @@ impl App {
                 }
                 Err(error) => {
                     let reason = self.failed(&mut placement, &error);
+                    history.lacked_files |= error.lacks_files();
                     placement.slot.fail();
                     history.broken += usize::from(reason != RetryReason::Connect);
                     if history.attempts == ATTEMPTS_MAX || history.broken == BROKEN_MAX {
@@ -305,7 +308,7 @@ impl App {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);
                 return RetryReason::Connect;
             }
-            AttemptError::Request(error) if lacks_files(error) => return RetryReason::Connect,
+            error if error.lacks_files() => return RetryReason::Connect,
             AttemptError::Request(error) if error.is_connect() => RetryReason::Connect,
             AttemptError::Address(_) => RetryReason::Connect,
             AttemptError::Request(_) | AttemptError::Body(_) => RetryReason::Broken,
@@ -325,7 +328,7 @@ impl AttemptHistory {
 
     /// No further worker takes the request.
     fn refused(self, error: AdmitError) -> Result<EngineAnswer, ProxyError> {
-        if self.fallback.is_none() && self.broken == 0 {
+        if self.fallback.is_none() && self.broken == 0 && !self.lacked_files {
             return Err(ProxyError::from(error));
         }
         self.exhausted()
@@ -335,6 +338,8 @@ impl AttemptHistory {
     fn exhausted(self) -> Result<EngineAnswer, ProxyError> {
         let error = if self.broken > 0 {
             ProxyError::Upstream
+        } else if self.lacked_files {
+            ProxyError::FilesFull
         } else {
             ProxyError::NoWorker
         };

@@ -23,6 +23,7 @@ use super::body::BufferedBody;
 use super::call::Call;
 use super::headers;
 use super::plan::{NO_BLOCK_SIZE, NO_MEMORY, Plan, TRUNCATED, Unhashed};
+use crate::engine_error::lacks_files;
 use crate::metrics::{DecisionStep, RenderFailure};
 use crate::openai::{
     PromptRoute, RenderedPrompt, RequestInfo, UnusableRendering, render_body, render_path,
@@ -276,7 +277,10 @@ impl App {
         };
         let first = request().ok_or(RenderFailure::Failed)?;
         let sent = self.engines.send(first, request).await;
-        let response = sent.map_err(|_| RenderFailure::Failed)?;
+        let response = sent.map_err(|error| match lacks_files(&error) {
+            true => RenderFailure::Busy,
+            false => RenderFailure::Failed,
+        })?;
         match response.status() {
             StatusCode::OK => {}
             // Possibly for this client's key only.

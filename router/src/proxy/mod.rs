@@ -107,7 +107,7 @@ impl BodyRule {
     fn imposed(&self, path: &str, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
         match self {
             Self::Tenant(visit) => visit.imposed(path, body),
-            Self::Hint(tenant) => tenant.imposed(body),
+            Self::Hint(tenant) => tenant.imposed(path, body),
         }
     }
 }
@@ -128,7 +128,7 @@ impl App {
         let ruled = |visit: &&Arc<TenantVisit>| visit.changes_body(&head.method, path);
         let rule = match call.tenant() {
             Some(_) => call.tenant().filter(ruled).cloned().map(BodyRule::Tenant),
-            None => self.hinted_tenant(&head.headers, path).map(BodyRule::Hint),
+            None => self.hinted_tenant(head).map(BodyRule::Hint),
         };
         let Some(rule) = rule else {
             return Ok(body);

@@ -3,14 +3,15 @@
 //! A gateway that has chosen a worker names it. The hint counts while that worker can take the
 //! request: one that is unknown or unhealthy is chosen around, and a failure ends it.
 
-use axum::http::{HeaderMap, HeaderName};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderName, Method};
 use warmroute_proto::{Source, WorkerId};
 
 use super::App;
-use super::forward::ExcludedSources;
-use crate::openai::{ImposedFields, OpenAiError, impose};
+use super::forward::{ExcludedSources, Routing};
+use crate::openai::{ImposedFields, OpenAiError, RefusedField, impose};
 use crate::settings::{TenantHint, WorkerHint};
-use crate::tenants::{SALT_PREFIX, group_salt};
+use crate::tenants::{SALT_PREFIX, group_salt, has_prompt};
 
 const WORKER: HeaderName = HeaderName::from_static("x-dynamo-worker-instance-id");
 const RANK: HeaderName = HeaderName::from_static("x-dynamo-dp-rank");
@@ -29,23 +30,31 @@ impl App {
     ) -> ExcludedSources {
         match owner {
             Some(owner) => self.fleet.other_sources(owner).into(),
-            None => ExcludedSources {
-                sources: self.others_than_hinted(headers, model),
-                for_hint: true,
-            },
+            None => {
+                let for_hint = self.others_than_hinted(headers, model);
+                ExcludedSources {
+                    for_hint: for_hint.is_some(),
+                    sources: for_hint.unwrap_or_default(),
+                }
+            }
         }
     }
 
-    /// The sources of a model that a request does not name. Empty: it names none that can take it.
-    fn others_than_hinted(&self, headers: &HeaderMap, model: &str) -> Vec<Source> {
+    /// Workers may have come and gone while the request waited.
+    pub(super) fn renew_hint(&self, routing: &mut Routing, headers: &HeaderMap) {
+        if routing.excluded.for_hint {
+            routing.excluded = self.excluded(None, headers, &routing.model);
+        }
+    }
+
+    /// The sources of a model that a request does not name; `None`: it names none that can take it.
+    fn others_than_hinted(&self, headers: &HeaderMap, model: &str) -> Option<Vec<Source>> {
         let settings = self.settings.current();
         let named = match settings.worker_hint {
             WorkerHint::Ignore => None,
             WorkerHint::Follow => headers.get(WORKER).and_then(|name| name.to_str().ok()),
         };
-        let Some(worker) = named else {
-            return Vec::new();
-        };
+        let worker = named?;
         let rank = headers
             .get(RANK)
             .and_then(|rank| rank.to_str().ok()?.parse().ok());
@@ -56,24 +65,21 @@ impl App {
         let core = self.core.core();
         let candidates = core.fleet().candidates(model).unwrap_or_default();
         let sources = || candidates.iter().map(|candidate| &candidate.source);
-        if !sources().any(|source| is_hinted(&source)) {
-            return Vec::new();
-        }
+        let others = sources().filter(|source| !is_hinted(source));
         sources()
-            .filter(|source| !is_hinted(source))
-            .cloned()
-            .collect()
+            .any(|source| is_hinted(&source))
+            .then(|| others.cloned().collect())
     }
 
     /// The tenant that a request to a router without tenants names.
-    pub(super) fn hinted_tenant(&self, headers: &HeaderMap, path: &str) -> Option<TenantName> {
-        if !SALTED_ROUTES.contains(&path) {
+    pub(super) fn hinted_tenant(&self, head: &Parts) -> Option<TenantName> {
+        if head.method != Method::POST || !has_prompt(head.uri.path()) {
             return None;
         }
         let settings = self.settings.current();
         match settings.tenant_hint {
             TenantHint::CacheSalt if settings.tenants.is_empty() => {
-                let mut names = headers.get_all(TENANT).into_iter();
+                let mut names = head.headers.get_all(TENANT).into_iter();
                 let first = names.next()?;
                 let only = first.to_str().ok().filter(|_| names.next().is_none());
                 Some(TenantName(only.map(str::to_owned)))
@@ -89,18 +95,22 @@ pub(super) struct TenantName(Option<String>);
 
 impl TenantName {
     /// The body for the engine.
-    pub(super) fn imposed(&self, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
+    pub(super) fn imposed(&self, path: &str, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
         let name = self.0.as_deref().filter(|name| !name.is_empty());
         let name = name.ok_or_else(|| {
             let message = "`x-tenant-id` must be one text.";
             OpenAiError::invalid("x-tenant-id", message).with_code("invalid_tenant")
         })?;
-        let fields = ImposedFields {
-            // Also over the client's own salt, which may be another tenant's.
-            salt: Some(Box::new(|own| group_salt(name, own))),
+        let mut fields = ImposedFields {
             reserved_salt: SALT_PREFIX,
+            // They name another request's blocks.
+            refused: RefusedField::TRANSFERS.to_vec(),
             ..ImposedFields::default()
         };
+        if SALTED_ROUTES.contains(&path) {
+            // Also over the client's own salt, which may be another tenant's.
+            fields.salt = Some(Box::new(|own| group_salt(name, own)));
+        }
         impose(body, &fields)
     }
 }

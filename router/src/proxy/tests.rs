@@ -266,6 +266,27 @@ async fn a_refused_connection_goes_to_the_next_worker() {
     world.until_quiet().await;
 }
 
+/// The workers are well: a request must not wait for a change of the fleet.
+#[tokio::test]
+async fn a_lack_of_files_is_reported_as_the_routers() {
+    let (engine, closing) = (Engine::start().await, Engine::start().await);
+    let world = World::with(&[&engine, &closing]).await;
+    world.set("engine_wait_timeout_secs = 60");
+    let held: Vec<_> = std::iter::from_fn(|| world.files.take()).collect();
+    assert!(!held.is_empty());
+    let refused = in_time("an answer", world.send("/v1/completions", &body(4))).await;
+    assert_eq!((refused.status().as_u16(), engine.asked()), (503, 0));
+    world::assert_error(refused, "router_full").await;
+    drop(held);
+    for _ in 0..4 {
+        let served = world.send("/v1/completions", &body(4)).await;
+        assert_eq!(served.status(), 200, "a worker counts as failed");
+        served.bytes().await.unwrap();
+    }
+    assert_eq!([engine.asked(), closing.asked()], [2, 2]);
+    world.until_quiet().await;
+}
+
 /// Clients of HTTP/2 send many requests on one connection.
 #[tokio::test]
 async fn requests_in_flight_are_bounded_by_the_files_that_may_be_open() {

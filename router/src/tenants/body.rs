@@ -37,6 +37,11 @@ pub(crate) fn is_form_route(path: &str) -> bool {
     FORM_ROUTES.contains(&path)
 }
 
+/// Whether a JSON body on this route may have a prompt, whose blocks the engine caches.
+pub(crate) fn has_prompt(path: &str) -> bool {
+    !is_form_route(path) && !CACHELESS_ROUTES.contains(&path)
+}
+
 impl TenantVisit {
     /// Whether a body on this route, which has no further reader, must be checked. The readers of
     /// `/v1/chat/completions` and `/v1/completions` check it too.
@@ -72,7 +77,7 @@ impl TenantVisit {
                 imposed.refused.push(RefusedField::BACKGROUND);
             }
         }
-        if !CACHELESS_ROUTES.contains(&path) {
+        if has_prompt(path) {
             if self.caches != SeparateCaches::None {
                 imposed.reserved_salt = SALT_PREFIX;
                 imposed.refused.extend(RefusedField::TRANSFERS);

@@ -147,10 +147,18 @@ async fn a_named_tenant_divides_the_caches() {
     for headers in [&twice[..], &[("x-tenant-id", "")]] {
         assert_eq!(hinted(&world, CHAT, headers).await, 400, "{headers:?}");
     }
-    let mut body = request(CHAT);
-    body["cache_salt"] = salt.into();
-    let sent = world.post(CHAT, &body).header("x-tenant-id", "other");
-    assert_eq!(sent.send().await.unwrap().status(), 400);
+    // Neither by its salt nor by the ids of its blocks is another tenant's cache read, on any route.
+    for path in [CHAT, EMBEDDINGS, "/v1/messages"] {
+        for (name, value) in [
+            ("cache_salt", json!(salt)),
+            ("kv_transfer_params", json!({"do_remote_prefill": true})),
+        ] {
+            let mut body = request(path);
+            body[name] = value;
+            let sent = world.post(path, &body).header("x-tenant-id", "other");
+            assert_eq!(sent.send().await.unwrap().status(), 400, "{path} {name}");
+        }
+    }
     assert_eq!(engine.asked(), asked);
     world.until_quiet().await;
 }

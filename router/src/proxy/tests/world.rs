@@ -13,6 +13,7 @@ use axum::response::{IntoResponse as _, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::stream;
 use http_body_util::BodyExt as _;
+use prometheus::IntCounter;
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener};
@@ -543,6 +544,8 @@ pub(super) struct World {
     pub url: String,
     pub shutdown: Shutdown,
     pub connections: TaskTracker,
+    /// Those of connections to engines.
+    pub files: ConnectionFiles,
     client: reqwest::Client,
     _rechecks: crate::audit::Rechecks,
 }
@@ -584,8 +587,7 @@ impl World {
             Arc::clone(&metrics),
             index.clone(),
         );
-        let shutdown = Shutdown::default();
-        let connections = TaskTracker::new();
+        let (shutdown, connections) = (Shutdown::default(), TaskTracker::new());
         let limits = limits();
         let bodies = BodyBudget::new(
             &limits,
@@ -603,6 +605,7 @@ impl World {
         let admission = Admission::new(Arc::clone(&core), limits.buffered_bytes, &metrics);
         let places = Arc::clone(&admission).run(fleet.changes(), shutdown.force.clone());
         TaskTracker::new().spawn(places);
+        let files = ConnectionFiles::new(64, IntCounter::new("evicted", "evicted").unwrap());
         let app = Arc::new(App {
             admission,
             core,
@@ -611,7 +614,7 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: engine_client(&settings, &metrics),
+            engines: engine_client(&settings, &metrics, &files),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
             tenants: Arc::new(Tenants::new(
@@ -638,6 +641,7 @@ impl World {
             url,
             shutdown,
             connections,
+            files,
             client: client(),
             _rechecks: rechecks,
         }
@@ -830,9 +834,17 @@ fn register(fleet: &Fleet, number: usize, engine: &Engine) {
     fleet.observe(&worker, &engine.url, Observation::ProbePassed);
 }
 
-fn engine_client(settings: &Arc<LiveSettings>, metrics: &Arc<Metrics>) -> EngineClient {
+fn engine_client(
+    settings: &Arc<LiveSettings>,
+    metrics: &Arc<Metrics>,
+    connections: &ConnectionFiles,
+) -> EngineClient {
     let metrics = Arc::clone(metrics);
-    EngineClient::new(settings, metrics, 64.into(), SocketRule::Allowed, 0).unwrap()
+    let files = EngineFiles {
+        connections: connections.clone(),
+        ..64.into()
+    };
+    EngineClient::new(settings, metrics, files, SocketRule::Allowed, 0).unwrap()
 }
 
 async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -> String {
