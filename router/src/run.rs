@@ -570,6 +570,7 @@ fn public_rules(settings: &Arc<LiveSettings>) -> ClientRules {
         tls: Arc::new(move || certificates.current().public_tls()),
         half_closed: Arc::new(move || settings.current().half_closed_clients()),
         write_timeout: Some(PUBLIC_WRITE_TIMEOUT),
+        ..ClientRules::default()
     }
 }
 

@@ -186,6 +186,9 @@ pub struct ClientRules {
     /// Time after which a connection is closed, and a stream of HTTP/2 reset, whose client takes
     /// nothing of its answer.
     pub write_timeout: Option<Duration>,
+    /// A connection of HTTP/2 without a request for so long gets GOAWAY. After twice the time it is
+    /// cut.
+    pub unused_max: Duration,
 }
 
 impl Default for ClientRules {
@@ -195,6 +198,7 @@ impl Default for ClientRules {
             half_closed: Arc::new(|| HalfClosed::Abort),
             tls: Arc::new(|| None),
             write_timeout: None,
+            unused_max: Duration::from_secs(60),
         }
     }
 }
@@ -463,7 +467,7 @@ impl ServedConnection {
             biased;
             begun = self.begin(stream) => begun,
             () = &mut stopped => return,
-            () = self.ended() => return,
+            () = self.ended(Protocol::Http1) => return,
         };
         match begun {
             Ok(begun) => self.serve(begun, peer, stopped).await,
@@ -516,19 +520,19 @@ impl ServedConnection {
             let served = serve_request(&activity, role, &router, request);
             async move { served.await.map(|response| end.signed(response)) }
         });
-        let finished = async {
-            tokio::select! {
-                () = stopped => {}
-                () = outdated.cancelled() => {}
-            }
-        };
+        let finished = self.finished(protocol, stopped, &outdated);
         tokio::pin!(finished);
         match protocol {
             Protocol::Http1 => {
                 let half_closed = (self.clients.half_closed)();
                 let connection = protocol::http1(stream, half_closed, service);
-                self.drive(connection, |open| open.graceful_shutdown(), finished)
-                    .await;
+                self.drive(
+                    protocol,
+                    connection,
+                    |open| open.graceful_shutdown(),
+                    finished,
+                )
+                .await;
             }
             Protocol::Http2 => {
                 let streams = StreamExecutor {
@@ -537,8 +541,13 @@ impl ServedConnection {
                     activity: Arc::clone(&self.open.activity),
                 };
                 let connection = protocol::http2(stream, streams, service);
-                self.drive(connection, |open| open.graceful_shutdown(), finished)
-                    .await;
+                self.drive(
+                    protocol,
+                    connection,
+                    |open| open.graceful_shutdown(),
+                    finished,
+                )
+                .await;
             }
         }
     }
@@ -574,17 +583,43 @@ impl ServedConnection {
         })
     }
 
+    /// The connection is to end after its requests in flight.
+    async fn finished(
+        &self,
+        protocol: Protocol,
+        stopped: Pin<&mut impl Future<Output = ()>>,
+        outdated: &CancellationToken,
+    ) {
+        tokio::select! {
+            () = stopped => {}
+            () = outdated.cancelled() => {}
+            () = self.is_unused(protocol, self.clients.unused_max) => {}
+        }
+    }
+
     /// The connection is to be cut.
-    async fn ended(&self) {
+    async fn ended(&self, protocol: Protocol) {
         tokio::select! {
             () = self.shutdown.force.cancelled() => {}
             () = self.open.activity.evicted() => {}
+            // The client does not take what is left of its answers.
+            () = self.is_unused(protocol, 2 * self.clients.unused_max) => {}
+        }
+    }
+
+    /// Returns when a connection of HTTP/2 is idle for so long. Others end by the time limit of their
+    /// next head.
+    async fn is_unused(&self, protocol: Protocol, time: Duration) {
+        match protocol {
+            Protocol::Http1 => std::future::pending().await,
+            Protocol::Http2 => self.open.activity.idle_for(time).await,
         }
     }
 
     /// Serves a connection to its end. `finish` ends it after its requests in flight.
     async fn drive<C>(
         &self,
+        protocol: Protocol,
         connection: C,
         finish: impl Fn(Pin<&mut C>),
         stopped: Pin<&mut impl Future<Output = ()>>,
@@ -592,7 +627,7 @@ impl ServedConnection {
         C: Future<Output = hyper::Result<()>>,
     {
         tokio::pin!(connection);
-        let ended = self.ended();
+        let ended = self.ended(protocol);
         tokio::pin!(ended);
         let (mut stopped, mut ended) = (Seldom::new(stopped), Seldom::new(ended));
         let mut stopping = false;
@@ -648,7 +683,10 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> impl Future<Output = Result<Response<InFlightBody>, Infallible>> + Send + 'static + use<> {
     let in_flight = activity.begin();
-    let version = request.version();
+    let protocol = match request.version() {
+        Version::HTTP_2 => Protocol::Http2,
+        _ => Protocol::Http1,
+    };
     let is_twice = |name| request.headers().get_all(name).iter().nth(1).is_some();
     let served = match role {
         _ if is_twice(header::HOST) => Err(refusal(StatusCode::BAD_REQUEST, TWO_HOSTS)),
@@ -667,15 +705,12 @@ fn serve_request(
             Ok(served) => served.await?,
             Err(refusal) => refusal,
         };
-        if version == Version::HTTP_2 {
+        if protocol == Protocol::Http2 {
             // RFC 9113, section 8.2.2, forbids it.
             response.headers_mut().remove(header::CONNECTION);
         }
         untaken::handed_over();
-        Ok(response.map(|body| InFlightBody {
-            body,
-            _request: in_flight,
-        }))
+        Ok(response.map(|body| InFlightBody::new(body, in_flight, protocol)))
     }
 }
 

@@ -19,12 +19,16 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 
+use super::protocol::Protocol;
 use super::stream::ClientStream;
 use super::untaken;
 
 /// Slices of so few bytes in all, such as those of a stream's event, are written as one: the system
 /// call takes 0.2 µs less.
 const JOINED_BYTES_MAX: usize = 1 << 10;
+
+/// A part of an HTTP/2 answer of so few bytes may wait for the client behind its stream's end.
+const UNTAKEN_BYTES_MAX: usize = 1 << 10;
 
 /// Idle connections in the order in which they became idle.
 #[derive(Default)]
@@ -52,7 +56,6 @@ struct ClientWaits {
     count: usize,
     /// The number in the table.
     listed: Option<u64>,
-    is_closed: bool,
 }
 
 /// An answer or a body that waits for the client, until it is dropped.
@@ -66,6 +69,8 @@ enum ActivityState {
     InFlight(usize),
     /// The answer's body is complete and not yet written.
     Flushing,
+    /// Something of it is left that has no part in its end, as a body that is discarded.
+    Closed,
 }
 
 /// A request in flight, until it is dropped.
@@ -129,8 +134,29 @@ impl ConnectionActivity {
 
     /// The connection ends, and is no longer listed: its place is another one's.
     pub(super) fn close(&self) {
-        self.waits().is_closed = true;
+        let before = std::mem::replace(&mut *self.state(), ActivityState::Closed);
+        if let ActivityState::Idle(number) = before {
+            self.idle.remove(number);
+        }
         self.count_waits(|count| count);
+    }
+
+    /// Returns when the connection has been idle for `time`, or up to twice as long.
+    pub(super) async fn idle_for(&self, time: Duration) {
+        let mut before = None;
+        loop {
+            let idle = match *self.state() {
+                ActivityState::Idle(number) => Some(number),
+                ActivityState::InFlight(_) | ActivityState::Flushing | ActivityState::Closed => {
+                    None
+                }
+            };
+            if idle.is_some() && idle == before {
+                return;
+            }
+            before = idle;
+            sleep(time).await;
+        }
     }
 
     /// A connection is listed while each of its requests waits: one that moves on needs it. A write
@@ -139,10 +165,11 @@ impl ConnectionActivity {
         let requests = match *self.state() {
             ActivityState::InFlight(requests) => requests,
             ActivityState::Idle(_) | ActivityState::Flushing => 1,
+            ActivityState::Closed => usize::MAX,
         };
         let mut waits = self.waits();
         waits.count = next(waits.count);
-        if waits.count < requests || waits.is_closed {
+        if waits.count < requests {
             if let Some(number) = waits.listed.take() {
                 self.idle.remove_waiting(number);
             }
@@ -165,6 +192,7 @@ impl ConnectionActivity {
             }
             ActivityState::InFlight(requests) => ActivityState::InFlight(requests + 1),
             ActivityState::Flushing => ActivityState::InFlight(1),
+            ActivityState::Closed => ActivityState::Closed,
         };
         drop(state);
         self.count_waits(|count| count);
@@ -212,6 +240,7 @@ impl Drop for InFlightRequest {
             ActivityState::InFlight(_) | ActivityState::Idle(_) | ActivityState::Flushing => {
                 ActivityState::Flushing
             }
+            ActivityState::Closed => ActivityState::Closed,
         };
         drop(state);
         self.0.count_waits(|count| count);
@@ -220,8 +249,33 @@ impl Drop for InFlightRequest {
 
 /// An answer's body, which keeps its request in flight.
 pub(super) struct InFlightBody {
-    pub body: Body,
-    pub _request: InFlightRequest,
+    body: Body,
+    _request: InFlightRequest,
+    protocol: Protocol,
+    /// The last byte of the part before.
+    last: Option<Bytes>,
+}
+
+impl InFlightBody {
+    pub(super) const fn new(body: Body, request: InFlightRequest, protocol: Protocol) -> Self {
+        Self {
+            body,
+            _request: request,
+            protocol,
+            last: None,
+        }
+    }
+
+    /// A stream of HTTP/2 ends when its last part is handed over, however little room the client has
+    /// for it. The last byte of a part is one of its own, which is handed over when the client has
+    /// taken the others.
+    fn cut(&mut self, frame: &mut Frame<Bytes>) {
+        if let (Protocol::Http2, Some(data)) = (self.protocol, frame.data_mut())
+            && data.len() > UNTAKEN_BYTES_MAX
+        {
+            self.last = Some(data.split_off(data.len() - 1));
+        }
+    }
 }
 
 impl HttpBody for InFlightBody {
@@ -232,7 +286,14 @@ impl HttpBody for InFlightBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if let Some(last) = self.last.take() {
+            untaken::handed_over();
+            return Poll::Ready(Some(Ok(Frame::data(last))));
+        }
+        let mut polled = Pin::new(&mut self.body).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &mut polled {
+            self.cut(frame);
+        }
         if polled.is_ready() {
             untaken::handed_over();
         } else {
@@ -242,9 +303,10 @@ impl HttpBody for InFlightBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.last.is_none() && self.body.is_end_stream()
     }
 
+    /// Asked before the first part only.
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
     }
@@ -390,5 +452,28 @@ impl AsyncWrite for ObservedStream {
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let shut_down = Pin::new(&mut self.stream).poll_shutdown(context);
         self.timed(context, shut_down)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A body that is discarded keeps the activity of its connection for a while.
+    #[test]
+    fn a_closed_connection_is_not_evicted() {
+        let idle = Arc::new(IdleConnections::default());
+        let closed = ConnectionActivity::new(Arc::clone(&idle));
+        let (discarded, wait) = (Arc::clone(&closed), closed.waits_for_client());
+        closed.close();
+        assert!(!idle.evict(), "its place is another one's");
+        drop((closed, wait));
+        assert!(!idle.evict());
+        drop(discarded.begin());
+        discarded.flushed();
+        assert!(!idle.evict());
+        let open = ConnectionActivity::new(Arc::clone(&idle));
+        assert!(idle.evict());
+        drop(open);
     }
 }

@@ -500,25 +500,31 @@ const PART: Bytes = Bytes::from_static(&[b'x'; 16 << 10]);
 #[tokio::test]
 async fn a_stream_without_room_for_its_answer_is_reset() {
     const RESET: u8 = 3;
-    let (address, connections, shutdown) = serve_clients(2, HalfClosed::Abort).await;
+    let (address, connections, shutdown) = serve_clients(3, HalfClosed::Abort).await;
     let mut patient = http2_client(address).await;
     let request = Request::builder().uri("http://s/slow");
     let request = request.body(String::new()).unwrap();
     let mut slow = patient.send_request(request).await.unwrap();
-    let mut stream = without_room(address).await;
-    let reset = async {
-        loop {
-            let mut head = [0; 9];
-            stream.read_exact(&mut head).await.unwrap();
-            let [_, high, low, kind, _, rest @ ..] = head;
-            let mut payload = vec![0; usize::from(u16::from_be_bytes([high, low]))];
-            stream.read_exact(&mut payload).await.unwrap();
-            if kind == RESET {
-                return u32::from_be_bytes(rest);
+    let mut held = Vec::new();
+    // With room for the first byte its part is handed over, which need not be the end.
+    for (window, path) in [(0, "/"), (1, "/long")] {
+        let mut stream = with_room(address, window, path).await;
+        let reset = async {
+            loop {
+                let mut head = [0; 9];
+                stream.read_exact(&mut head).await.unwrap();
+                let [_, high, low, kind, _, rest @ ..] = head;
+                let mut payload = vec![0; usize::from(u16::from_be_bytes([high, low]))];
+                stream.read_exact(&mut payload).await.unwrap();
+                if kind == RESET {
+                    return u32::from_be_bytes(rest);
+                }
             }
-        }
-    };
-    assert_eq!(timeout(PATIENCE, reset).await.expect("a reset"), 1);
+        };
+        assert_eq!(timeout(PATIENCE, reset).await.expect("a reset"), 1);
+        // An idle connection is closed for the next one.
+        held.push(stream);
+    }
     // An answer that comes late has its stream.
     let next = hyper::body::Body::poll_frame(Pin::new(slow.body_mut()), &mut no_waker());
     assert!(next.is_pending());
@@ -534,13 +540,31 @@ const fn no_waker() -> std::task::Context<'static> {
     std::task::Context::from_waker(std::task::Waker::noop())
 }
 
-/// Asks for an answer, and gives its stream no room.
-async fn without_room(address: SocketAddr) -> TcpStream {
+/// Asks for an answer, and gives its stream room for so many bytes.
+async fn with_room(address: SocketAddr, bytes: u8, path: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let mut sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    // SETTINGS: initial window of no bytes; HEADERS: `GET http://s/`.
-    sent.extend_from_slice(b"\0\0\x06\x04\0\0\0\0\0\0\x04\0\0\0\0");
-    sent.extend_from_slice(b"\0\0\x06\x01\x05\0\0\0\x01\x82\x86\x84\x01\x01s");
+    // SETTINGS: the initial window; HEADERS: `GET http://s` and the path.
+    sent.extend_from_slice(b"\0\0\x06\x04\0\0\0\0\0\0\x04\0\0\0");
+    sent.push(bytes);
+    let path_len = path.len() as u8;
+    sent.extend_from_slice(&[
+        0,
+        0,
+        7 + path_len,
+        1,
+        5,
+        0,
+        0,
+        0,
+        1,
+        0x82,
+        0x86,
+        4,
+        path_len,
+    ]);
+    sent.extend_from_slice(path.as_bytes());
+    sent.extend_from_slice(b"\x01\x01s");
     stream.write_all(&sent).await.unwrap();
     stream
 }
@@ -556,7 +580,7 @@ async fn connections_whose_answers_are_not_taken_yield_their_places() {
     let (address, connections, shutdown) = serve_ruled(2, rules).await;
     let mut held = Vec::new();
     for _ in 0..4 {
-        held.push(without_room(address).await);
+        held.push(with_room(address, 0, "/").await);
     }
     let served = async {
         loop {
@@ -568,6 +592,40 @@ async fn connections_whose_answers_are_not_taken_yield_their_places() {
     };
     timeout(PATIENCE, served).await.expect("a place");
     assert!(connections.evicted.get() > 0);
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+/// Its stream has ended here, and its answer waits in the connection.
+#[tokio::test]
+async fn a_connection_whose_client_does_not_take_the_rest_is_cut() {
+    let rules = ClientRules {
+        http2: Http2::Offered,
+        unused_max: Duration::from_millis(100),
+        ..ClientRules::default()
+    };
+    let (address, connections, shutdown) = serve_ruled(8, rules).await;
+    let mut stream = with_room(address, 1, "/").await;
+    assert!(
+        timeout(PATIENCE, stream.read_to_end(&mut Vec::new()))
+            .await
+            .is_ok()
+    );
+    // Without such a rest it ends in order; with a request in flight it stays.
+    let mut unused = http2_client(address).await;
+    assert_eq!(http2_status(&mut unused, "/").await, Some(200));
+    let mut used = http2_client(address).await;
+    let slow = Request::builder().uri("http://s/slow").body(String::new());
+    let slow = used.send_request(slow.unwrap()).await.unwrap();
+    while http2_status(&mut unused, "/").await.is_some() {
+        sleep(Duration::from_millis(250)).await;
+    }
+    assert_eq!(http2_status(&mut used, "/").await, Some(200));
+    drop(slow);
+    drop(used);
+    while connections.open.get() > 0 {
+        sleep(Duration::from_millis(10)).await;
+    }
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }
