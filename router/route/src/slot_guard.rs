@@ -47,7 +47,7 @@ pub struct SlotGuard<A: SlotSink> {
     accounts: Arc<A>,
     counter: u64,
     prefill: PrefillState,
-    end: SlotEnd,
+    is_open: bool,
 }
 
 impl<A: SlotSink> SlotGuard<A> {
@@ -58,7 +58,7 @@ impl<A: SlotSink> SlotGuard<A> {
             accounts,
             counter,
             prefill: PrefillState::Outstanding,
-            end: SlotEnd::Aborted,
+            is_open: true,
         }
     }
 
@@ -86,24 +86,32 @@ impl<A: SlotSink> SlotGuard<A> {
 
     /// Records generated blocks.
     pub fn grow(&mut self, blocks: u32) {
-        if blocks > 0 {
+        if blocks > 0 && self.is_open {
             let counter = self.counter;
             self.accounts.note(SlotEvent::Grow { counter, blocks });
         }
     }
 
     /// Ends the slot after a complete answer.
-    pub fn complete(mut self) {
-        self.end = SlotEnd::Completed;
+    pub fn complete(&mut self) {
+        self.end_as(SlotEnd::Completed);
     }
 
     /// Ends the slot after a failure of the source. A retry opens another slot.
-    pub fn fail(mut self) {
-        self.end = SlotEnd::Failed;
+    pub fn fail(&mut self) {
+        self.end_as(SlotEnd::Failed);
+    }
+
+    /// Only the first end counts.
+    fn end_as(&mut self, end: SlotEnd) {
+        if std::mem::take(&mut self.is_open) {
+            let counter = self.counter;
+            self.accounts.note(SlotEvent::End { counter, end });
+        }
     }
 
     fn prefill_done(&mut self, event: SlotEvent) {
-        if self.prefill == PrefillState::Outstanding {
+        if self.prefill == PrefillState::Outstanding && self.is_open {
             self.prefill = PrefillState::Done;
             self.accounts.note(event);
         }
@@ -112,10 +120,7 @@ impl<A: SlotSink> SlotGuard<A> {
 
 impl<A: SlotSink> Drop for SlotGuard<A> {
     fn drop(&mut self) {
-        self.accounts.note(SlotEvent::End {
-            counter: self.counter,
-            end: self.end,
-        });
+        self.end_as(SlotEnd::Aborted);
     }
 }
 
@@ -147,8 +152,15 @@ mod tests {
     #[test]
     fn every_way_out_frees_exactly_once() {
         assert_eq!(events(drop), [end(SlotEnd::Aborted)]);
-        assert_eq!(events(SlotGuard::complete), [end(SlotEnd::Completed)]);
-        assert_eq!(events(SlotGuard::fail), [end(SlotEnd::Failed)]);
+        let completed = events(|mut guard| guard.complete());
+        assert_eq!(completed, [end(SlotEnd::Completed)]);
+        let failed = events(|mut guard| {
+            guard.fail();
+            guard.first_token();
+            guard.grow(1);
+            guard.complete();
+        });
+        assert_eq!(failed, [end(SlotEnd::Failed)]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use warmroute_process::access::keys::KeyId;
 
 use super::explanation::Explanation;
 use super::headers;
+use super::waiting::HeldPlace;
 use crate::admission::PlaceUse;
 use crate::call_report::{CallReport, CallSinks};
 use crate::error::{ErrorForm, ProxyError};
@@ -27,6 +28,8 @@ pub(super) struct Call {
     explanation: Explanation,
     /// The place that it has at a worker.
     pub place: Option<PlaceUse>,
+    /// The place that it has while it waits for a worker.
+    pub held: Option<HeldPlace>,
 }
 
 impl Call {
@@ -43,6 +46,7 @@ impl Call {
             tenant: head.extensions.get().cloned(),
             explanation: head.extensions.get().copied().unwrap_or_default(),
             place: None,
+            held: None,
         }
     }
 

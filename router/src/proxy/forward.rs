@@ -40,9 +40,9 @@ const BROKEN_MAX: usize = 2;
 
 /// Lines of the log that one client may cause by requests on which engines break.
 static UNANSWERED: [LogLimit; 16] = [const { LogLimit::new() }; 16];
-static TWO_LENGTHS: LogLimit = LogLimit::new();
+static UNCLEAR_LENGTHS: LogLimit = LogLimit::new();
 
-const REFUSED_FRAMING: &str = "answer with a length and chunks, not passed on";
+const REFUSED_FRAMING: &str = "answer whose length is not clear, not passed on";
 
 /// The limit of a worker's lines, which few others share.
 fn limit_of(worker: &WorkerId) -> &'static LogLimit {
@@ -202,9 +202,9 @@ impl App {
             history.attempts += 1;
             let source = placement.decision.source.clone();
             let reason = match result {
-                Ok(head) if headers::has_two_lengths(head.response.headers()) => {
+                Ok(head) if headers::is_length_unclear(head.response.headers()) => {
                     let worker = &source.worker;
-                    if let Some(left_out) = TWO_LENGTHS.admit() {
+                    if let Some(left_out) = UNCLEAR_LENGTHS.admit() {
                         tracing::warn!(%worker, left_out, "{REFUSED_FRAMING}");
                     }
                     placement.tracked.report(RequestResult::Broken);
@@ -215,10 +215,12 @@ impl App {
                     placement.tracked.report(RequestResult::Answered);
                     placement.watch = None;
                     let status = head.response.status();
-                    let answer = EngineAnswer { head, placement };
+                    let mut answer = EngineAnswer { head, placement };
                     if !is_unserved(status) || history.attempts == ATTEMPTS_MAX {
                         return Ok(answer);
                     }
+                    // It may be kept for as long as the next attempt takes.
+                    answer.placement.slot.fail();
                     history.fallback = Some(answer);
                     RetryReason::Status
                 }

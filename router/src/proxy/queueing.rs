@@ -103,6 +103,7 @@ impl QueuePass {
 
     /// The request has a slot.
     pub(super) fn admitted(&mut self, app: &App, routing: &Routing, call: &mut Call) {
+        call.held = None;
         let place = match std::mem::replace(self, Self::Behind) {
             Self::Inside(ticket) => ticket.admitted(),
             // A further attempt: its place counts already.
@@ -139,6 +140,7 @@ impl App {
             }
             QueuePass::Before | QueuePass::Behind => self.join_queue(call, request, routing)?,
         };
+        call.held = None;
         call.report.wait_begins();
         let granted = ticket.granted().await;
         call.report.wait_ends();

@@ -350,7 +350,7 @@ impl Flight {
         if let Some(mut tracked) = self.tracked.take() {
             tracked.report(RequestResult::Broken);
         }
-        if let Some(slot) = self.slot.take() {
+        if let Some(mut slot) = self.slot.take() {
             slot.fail();
         }
     }
@@ -385,7 +385,7 @@ impl Flight {
             }
             BodyWatch::Nothing => None,
         };
-        if let Some(slot) = self.slot.take() {
+        if let Some(mut slot) = self.slot.take() {
             if self.status.is_success() {
                 slot.complete();
             } else {

@@ -334,6 +334,22 @@ async fn a_503_goes_to_the_next_worker_and_passes_through_where_there_is_none() 
     world.until_quiet().await;
 }
 
+/// The other worker may take long, and has the request alone.
+#[tokio::test]
+async fn a_worker_that_answered_503_has_a_free_place_while_another_is_asked() {
+    let (busy, hung) = (Engine::start().await, Engine::hung().await);
+    busy.answer_with(StatusCode::SERVICE_UNAVAILABLE);
+    let world = World::with(&[&busy, &hung]).await;
+    let sent = TaskTracker::new().spawn(world.post("/v1/completions", &body(4)).send());
+    hung.until_asked().await;
+    let active = |load: &crate::route::SourceLoad| load.active_requests;
+    world
+        .until(|loads| loads.iter().map(active).eq([0, 1]))
+        .await;
+    sent.abort();
+    world.until_quiet().await;
+}
+
 /// Two engines may have crashed on it.
 #[tokio::test]
 async fn a_request_that_was_broken_twice_is_not_repeated() {

@@ -35,6 +35,11 @@ pub(super) struct WorkerWait {
 struct BegunWait {
     until: Instant,
     changes: watch::Receiver<()>,
+}
+
+/// The place of a request until a worker or a queue has it. It is kept from one change of the fleet
+/// to the next: requests that come later must not take it.
+pub(super) struct HeldPlace {
     count: IntGauge,
     _place: OwnedSemaphorePermit,
 }
@@ -45,6 +50,15 @@ impl HeldRequests {
             places: Arc::new(Semaphore::new(WAITING_MAX)),
             count,
         }
+    }
+
+    fn take(&self) -> Option<HeldPlace> {
+        let place = Arc::clone(&self.places).try_acquire_owned().ok()?;
+        self.count.inc();
+        Some(HeldPlace {
+            count: self.count.clone(),
+            _place: place,
+        })
     }
 
     /// Takes all places but so many, until the result is dropped.
@@ -94,6 +108,12 @@ impl WorkerWait {
             // The fleet may have changed since the refusal.
             return self.begun.is_some();
         };
+        if call.held.is_none() {
+            call.held = app.held.take();
+        }
+        if call.held.is_none() {
+            return false;
+        }
         call.report.wait_begins();
         let changed = tokio::select! {
             changed = wait.changes.changed() => changed.is_ok(),
@@ -111,21 +131,14 @@ impl BegunWait {
         let now = Instant::now();
         let longest = now + app.settings.current().engine_wait_timeout();
         let until = own.map_or(longest, |own| own.min(longest));
-        if until <= now {
-            return None;
-        }
-        let place = Arc::clone(&app.held.places).try_acquire_owned().ok()?;
-        app.held.count.inc();
-        Some(Self {
+        (until > now).then(|| Self {
             until,
             changes: app.fleet.changes(),
-            count: app.held.count.clone(),
-            _place: place,
         })
     }
 }
 
-impl Drop for BegunWait {
+impl Drop for HeldPlace {
     fn drop(&mut self) {
         self.count.dec();
     }

@@ -36,7 +36,7 @@ fn active(core: &SharedCore) -> u64 {
 #[test]
 fn a_slots_end_waits_for_no_user_of_the_core_and_the_next_user_sees_it() {
     let core = shared();
-    let (kept, ended) = (admit(&core), admit(&core));
+    let (kept, mut ended) = (admit(&core), admit(&core));
     let held = core.core();
     let (done, is_done) = mpsc::channel();
     thread::spawn(move || {
@@ -65,7 +65,7 @@ fn events_that_wait_for_a_user_are_bounded() {
 fn what_was_noted_precedes_the_clock_and_a_new_incarnation() {
     const LONG: Duration = Duration::from_secs(3600);
     let core = shared();
-    let (mut begun, ended) = (admit(&core), admit(&core));
+    let (mut begun, mut ended) = (admit(&core), admit(&core));
     begun.first_token();
     ended.complete();
     core.core().tick(Instant::now().into_std() + LONG);

@@ -198,8 +198,9 @@ impl HeldSlot {
         self.guard.as_mut().unwrap()
     }
 
-    fn end(mut self, end: impl FnOnce(SlotGuard<ObservedCore>)) {
-        end(self.guard.take().unwrap());
+    /// Ends the slot; without an end of its own it is aborted.
+    fn end(mut self, end: impl FnOnce(&mut SlotGuard<ObservedCore>)) {
+        end(&mut self.guard.take().unwrap());
     }
 }
 
@@ -240,7 +241,7 @@ impl ClientContext {
         let mut tried = Vec::new();
         while let Some(attempt) = self.admit(&request, reply.as_ref(), &stated, &tried) {
             if request.is_probe {
-                attempt.slot.end(drop);
+                attempt.slot.end(|_| ());
                 return;
             }
             match self

@@ -46,6 +46,21 @@ async fn requests_wait_for_a_worker_of_their_model() {
     world.until_quiet().await;
 }
 
+/// Its place is another one's as soon as a worker has it.
+#[tokio::test]
+async fn a_request_that_a_worker_has_does_not_wait_for_one() {
+    let hung = Engine::hung().await;
+    let world = World::with(&[]).await;
+    world.set(WAIT);
+    let client = TaskTracker::new().spawn(world.post("/v1/completions", &body(4)).send());
+    until_waiting(&world, 1).await;
+    world.add(0, &hung);
+    hung.until_asked().await;
+    until_waiting(&world, 0).await;
+    client.abort();
+    world.until_quiet().await;
+}
+
 /// Its engine is loaded again after the connection was refused.
 #[tokio::test]
 async fn a_request_waits_while_its_only_worker_restarts() {
