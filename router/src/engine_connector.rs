@@ -23,6 +23,7 @@ use warmroute_process::server::{ConnectionFile, ConnectionFiles};
 use warmroute_process::tls::{EngineTls, socket_of};
 
 use crate::engine_clients::SocketRule;
+use crate::engine_names::EngineNames;
 use crate::settings::LiveSettings;
 
 /// The authority of such a URI is the path of a socket, in hexadecimal digits: authorities are
@@ -87,7 +88,7 @@ fn socket_path(uri: &Uri) -> Option<PathBuf> {
 pub(crate) struct EngineConnector(Arc<ConnectRules>);
 
 struct ConnectRules {
-    tcp: HttpsConnector<HttpConnector>,
+    tcp: HttpsConnector<HttpConnector<EngineNames>>,
     settings: Arc<LiveSettings>,
     opening: ConnectionOpening,
 }
@@ -106,7 +107,7 @@ impl EngineConnector {
         settings: Arc<LiveSettings>,
         opening: ConnectionOpening,
     ) -> Self {
-        let mut tcp = HttpConnector::new();
+        let mut tcp = HttpConnector::new_with_resolver(EngineNames::new());
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         tcp.set_keepalive(Some(PROBE_INTERVAL));

@@ -53,7 +53,12 @@ pub(crate) fn is_closed(error: &impl ClientError) -> bool {
         hyper.is_some_and(hyper::Error::is_incomplete_message)
             || matches!(
                 io_kind(cause),
-                Some(ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
+                Some(
+                    ErrorKind::ConnectionReset
+                        | ErrorKind::BrokenPipe
+                        // TLS that ends without a word.
+                        | ErrorKind::UnexpectedEof
+                )
             )
     };
     !error.is_connect() && causes(error).any(is_close)

@@ -25,6 +25,7 @@ mod engine_clients;
 mod engine_connector;
 mod engine_error;
 mod engine_keys;
+mod engine_names;
 mod error;
 pub mod fleet;
 pub mod index_client;

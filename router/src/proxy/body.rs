@@ -110,12 +110,23 @@ impl BufferedBody {
         Self::of(bytes.into(), share)
     }
 
+    /// The bytes, which have their share of the budget until the last copy is dropped.
+    pub(super) fn charged(&self) -> Bytes {
+        Bytes::from_owner(self.clone())
+    }
+
     fn of(bytes: Bytes, share: BudgetShare) -> Self {
         Self {
             bytes,
             share: Arc::new(share),
             added: None,
         }
+    }
+}
+
+impl AsRef<[u8]> for BufferedBody {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
 }
 

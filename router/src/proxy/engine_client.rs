@@ -66,6 +66,9 @@ enum EngineConnection {
     Reused,
 }
 
+/// Bytes of an answer that are read ahead of the client. Bounds heads, too.
+const READ_BYTES_MAX: usize = 64 << 10;
+
 /// The files that requests may use.
 #[derive(Clone)]
 pub(crate) struct EngineFiles {
@@ -120,6 +123,7 @@ impl EngineClient {
             legacy::Client::builder(TokioExecutor::new())
                 .timer(TokioTimer::new())
                 .pool_timer(TokioTimer::new())
+                .http1_max_buf_size(READ_BYTES_MAX)
                 .pool_idle_timeout(IDLE_MAX)
                 .pool_max_idle_per_host(idle_connections_max)
                 .build(connector.clone())

@@ -114,7 +114,7 @@ async fn serve(
         method: parts.method,
         path: headers::path(&parts.uri),
         headers: call.to_engine(parts.headers),
-        body: body.bytes.clone(),
+        body: body.charged(),
     };
     let excluded = app.excluded(owner.as_ref(), &request.headers, &model);
     let mut routing = Routing {

@@ -111,10 +111,15 @@ pub(crate) fn hide_explanation(headers: &mut HeaderMap) {
     }
 }
 
-/// Both framings of a body: RFC 9112, section 6.3, treats such a message as an attack.
-pub(crate) fn has_two_lengths(headers: &HeaderMap) -> bool {
-    let length = headers.contains_key(header::CONTENT_LENGTH);
-    length && headers.contains_key(header::TRANSFER_ENCODING)
+/// Both framings of a body, or a length that is no single number: RFC 9112, section 6.3, treats such
+/// a message as an attack.
+pub(crate) fn is_length_unclear(headers: &HeaderMap) -> bool {
+    let mut lengths = headers.get_all(header::CONTENT_LENGTH).iter();
+    let Some(length) = lengths.next() else {
+        return false;
+    };
+    let is_number = length.as_bytes().iter().all(u8::is_ascii_digit);
+    !is_number || lengths.next().is_some() || headers.contains_key(header::TRANSFER_ENCODING)
 }
 
 /// The session that a client names in its headers.

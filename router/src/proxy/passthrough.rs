@@ -51,7 +51,7 @@ pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Resp
         Err(error) => return app.refuse(call, &error),
     };
     call.report.step(TraceStep::ReadBody, call.report.started);
-    match forward(app, &mut call, &parts, &body.bytes, Target::Any).await {
+    match forward(app, &mut call, &parts, &body.charged(), Target::Any).await {
         Ok(answer) => respond(app, call, answer, AnswerReaders::default()),
         Err(error) => app.refuse(call, &error),
     }

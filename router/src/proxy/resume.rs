@@ -35,6 +35,9 @@ const PATH: &str = "/v1/completions";
 /// Memory is charged in steps of so many bytes.
 const CHARGE_STEP: usize = 16 << 10;
 
+/// An unfinished event of so many bytes is kept without a charge, as in other streams.
+const UNCHARGED_MAX: usize = 256 << 10;
+
 /// A stream that may be resumed.
 pub(super) struct ResumableAnswer {
     app: Arc<App>,
@@ -96,24 +99,33 @@ impl ResumableAnswer {
     /// The client's bytes for the engine's.
     pub(super) fn read(&mut self, chunk: &[u8]) -> StreamBytes {
         let read = self.stream.push(chunk);
-        self.account();
-        read
+        if self.account() {
+            read
+        } else {
+            StreamBytes::TooLarge
+        }
     }
 
-    /// Charges what the stream keeps, in steps; a stream for which there is no room keeps nothing.
-    fn account(&mut self) {
+    /// Charges what the stream keeps, in steps. A stream for which there is no room keeps only its
+    /// unfinished event. Returns whether there is room for that.
+    fn account(&mut self) -> bool {
         let held = self.stream.held_bytes();
         if held <= self.charged && self.charged <= held + 2 * CHARGE_STEP {
-            return;
+            return true;
         }
         self.share = None;
         self.charged = held.next_multiple_of(CHARGE_STEP);
-        if held > 0 {
-            self.share = self.app.bodies.charge_spare(self.charged);
-            if self.share.is_none() {
-                self.stream.give_up();
-            }
+        if held == 0 {
+            return true;
         }
+        let bodies = &self.app.bodies;
+        self.share = bodies.charge_spare(self.charged);
+        if self.share.is_none() {
+            self.stream.give_up();
+            self.charged = self.stream.held_bytes().next_multiple_of(CHARGE_STEP);
+            self.share = bodies.charge(self.charged);
+        }
+        self.share.is_some() || self.charged <= UNCHARGED_MAX
     }
 
     /// Bytes behind the last whole event.
@@ -166,7 +178,7 @@ impl ResumableAnswer {
             method: Method::POST,
             path: PATH.to_owned(),
             headers: self.headers.clone(),
-            body: body.bytes.clone(),
+            body: body.charged(),
         };
         // The worker that died is excluded, even if it is back.
         let mut wait = WorkerWait::refused();

@@ -234,6 +234,19 @@ fn what_can_be_left_out_leaves_a_quarter_of_the_budget() {
     assert_eq!(budget.0.common.available_permits(), all);
 }
 
+/// An engine may answer before it has read the request.
+#[tokio::test]
+async fn a_body_is_charged_until_the_engine_has_it() {
+    let budget = budget(80_000, 1_000);
+    let body = budget.read(&length(100), 0, pieces(1, 100)).await.unwrap();
+    let to_engine = body.charged();
+    let rest = to_engine.slice(50..);
+    drop((body, to_engine));
+    assert_eq!(budget.0.held.get(), 100);
+    drop(rest);
+    assert_eq!(budget.0.held.get(), 0);
+}
+
 #[tokio::test]
 async fn a_longer_body_in_place_of_the_clients_is_charged() {
     let budget = budget(80_000, 1_000);

@@ -147,8 +147,11 @@ async fn an_engine_that_sends_less_than_its_length_breaks_only_its_answer() {
 #[tokio::test]
 async fn answers_that_are_no_http_are_a_502() {
     let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "a: b\r\n".repeat(2000));
-    let long = format!("HTTP/1.1 200 OK\r\na: {}\r\n\r\n", "b".repeat(1 << 20));
+    let long = format!("HTTP/1.1 200 OK\r\na: {}\r\n\r\n", "b".repeat(300 << 10));
     let bad = [
+        // One that is repeated, which clients read in different ways.
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2, 2\r\n\r\n{}".to_vec(),
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\n{}".to_vec(),
         b"SSH-2.0-OpenSSH_9.2\r\n\r\n".to_vec(),
         b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n".to_vec(),
         b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n".to_vec(),
@@ -192,6 +195,28 @@ async fn an_endless_line_is_not_buffered() {
         read += response.chunk().await.unwrap().unwrap().len();
     }
     drop(response);
+    world.until_quiet().await;
+}
+
+/// A stream that cannot be resumed for lack of memory gets none for an event without an end, either.
+#[tokio::test]
+async fn an_endless_event_of_a_resumable_stream_is_bounded_by_the_budget() {
+    let (engine, written) = Engine::endless().await;
+    let world = World::with(&[]).await;
+    world.add_bounded(0, &engine);
+    world.set("resume_streams = \"completions\"");
+    let others = world
+        .app
+        .bodies
+        .charge(world.app.bodies.free_bytes() - (1 << 20));
+    assert!(others.is_some());
+    let json = json!({"model": "m", "prompt": [1, 2, 3], "max_tokens": 50, "stream": true});
+    let response = in_time("an answer", world.send("/v1/completions", &json)).await;
+    assert_eq!(response.status(), 200);
+    assert!(in_time("the end", response.bytes()).await.is_err());
+    // As much as the sockets between hold, beside the event.
+    assert!(*written.borrow() < 12 << 20, "{}", *written.borrow());
+    drop(others);
     world.until_quiet().await;
 }
 

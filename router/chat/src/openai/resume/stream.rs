@@ -38,8 +38,15 @@ pub struct ResumableStream {
     progress: StreamProgress,
     /// From the first chunk; a continuation's chunks get it too.
     name: Option<StreamName>,
-    /// Tokens that earlier engines generated. `None`: the stream was not resumed.
-    earlier: Option<u64>,
+    /// `None`: the stream was not resumed.
+    earlier: Option<EarlierTokens>,
+}
+
+/// The tokens of earlier engines.
+#[derive(Clone, Copy, Debug)]
+struct EarlierTokens {
+    prompt: u64,
+    generated: u64,
 }
 
 /// Whether the stream can be resumed where it is.
@@ -163,7 +170,10 @@ impl ResumableStream {
         // The client has no text of the tokens behind: they are generated again.
         self.generated.truncate(tokens);
         let body = self.terms.continuation(&self.prompt, &self.generated)?;
-        self.earlier = Some(tokens as u64);
+        self.earlier = Some(EarlierTokens {
+            prompt: self.prompt.len() as u64,
+            generated: tokens as u64,
+        });
         self.pending.clear();
         self.ends = EventEnds::default();
         Some(body)
@@ -234,7 +244,7 @@ impl ResumableStream {
     }
 
     /// A continuation's chunk as one of the first engine's.
-    fn rewritten(&self, data: &[u8], earlier: u64) -> Option<String> {
+    fn rewritten(&self, data: &[u8], earlier: EarlierTokens) -> Option<String> {
         let mut chunk: Map<String, Value> = serde_json::from_slice(data).ok()?;
         let name = self.name.as_ref()?;
         for (key, value) in [
@@ -256,7 +266,8 @@ impl ResumableStream {
         if let Some(usage) = chunk.get_mut("usage").and_then(Value::as_object_mut) {
             let generated = usage.get("completion_tokens").and_then(Value::as_u64);
             let generated = generated.unwrap_or_default();
-            let (prompt, generated) = (self.prompt.len() as u64, earlier.saturating_add(generated));
+            let prompt = earlier.prompt;
+            let generated = earlier.generated.saturating_add(generated);
             usage.insert("prompt_tokens".to_owned(), json!(prompt));
             usage.insert("completion_tokens".to_owned(), json!(generated));
             usage.insert(

@@ -235,6 +235,11 @@ fn the_rest_continues_a_text() {
         "prompt_tokens_details": null,
     });
     assert_eq!((&chunk["usage"], &chunk["id"]), (&expected, &json!("c")));
+    // Whatever is kept of the tokens.
+    let mut given_up = begun();
+    request(&mut given_up).unwrap();
+    given_up.give_up();
+    assert_eq!(pushed(&mut given_up, usage), out);
     // A second time, with all tokens so far.
     let body = request(&mut stream).unwrap();
     assert_eq!(body["prompt"], json!([5, 6, 1, 2, 3]));
