@@ -6,13 +6,14 @@
     reason = "a benchmark fails and prints"
 )]
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use warmroute_chat::openai::{PromptList, PromptRoute, PromptSource, SpecialTokens, parse};
-use warmroute_chat::tokenize::{CivilTime, TaskState, Tokenizer};
+use warmroute_chat::tokenize::{ChatTemplates, CivilTime, TaskState, Tokenizer};
 
 const RUNS: usize = 5;
 
@@ -193,6 +194,24 @@ fn memory(line: &str) -> usize {
     kilobytes << 10
 }
 
+const INDENTED_TOOL: &str = "a tool, with indentation";
+
+/// A tool whose text would have twenty times its bytes.
+fn indented_tool(strings: &str) -> String {
+    let (open, close) = ("[".repeat(118), "]".repeat(118));
+    let function = format!("{{\"name\":\"f\",\"parameters\":{open}{strings}1{close}}}");
+    let tool = format!("{{\"type\":\"function\",\"function\":{function}}}");
+    let message = "{\"role\":\"user\",\"content\":\"x\"}";
+    format!("{{\"model\":\"m\",\"messages\":[{message}],\"tools\":[{tool}]}}")
+}
+
+/// A template that prints tools with indentation.
+fn indenting() -> ChatTemplates {
+    let source = include_str!("../testdata/templates/llama31_tools.jinja");
+    let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
+    ChatTemplates::single(source.to_owned(), tokens).unwrap()
+}
+
 fn hostile(path: &str, only: Option<&str>) {
     let size = 8 << 20;
     let repeat = |unit: &str| unit.repeat(size / unit.len());
@@ -233,6 +252,10 @@ fn hostile(path: &str, only: Option<&str>) {
             "many values",
             chat("x".to_owned()).replace("}]}", &format!("}}],\"documents\":[{tools}1]}}")),
         ),
+        (
+            INDENTED_TOOL,
+            indented_tool(&repeat("\"abcdefghijklmnopqrs\",")),
+        ),
     ];
     match only {
         None => {
@@ -247,11 +270,11 @@ fn hostile(path: &str, only: Option<&str>) {
         }
         Some(only) => {
             let body = bodies.into_iter().find(|(name, _)| *name == only);
-            peak(
-                &Tokenizer::load(Path::new(path)).unwrap(),
-                only,
-                &body.unwrap().1,
-            );
+            let mut tokenizer = Tokenizer::load(Path::new(path)).unwrap();
+            if only == INDENTED_TOOL {
+                tokenizer = tokenizer.with_templates(indenting());
+            }
+            peak(&tokenizer, only, &body.unwrap().1);
         }
     }
 }

@@ -15,6 +15,10 @@ use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 
 /// Bytes of a rendered chat. The largest bodies that engines accept are smaller.
 const TEXT_BYTES_MAX: usize = 64 << 20;
+/// Bytes of a text for each byte of a chat's JSON, beside a fixed number: more takes more memory
+/// than a prompt is charged. JSON of tools that a template prints with indentation has about two.
+const TEXT_OF_BYTE_MAX: usize = 3;
+const TEXT_BYTES_ALLOWED: usize = 1 << 20;
 /// Room for what a template adds to a short chat, so that its text is not moved.
 const TEMPLATE_BYTES: usize = 1 << 10;
 const DEFAULT: &str = "default";
@@ -100,8 +104,6 @@ struct TemplateTraits {
 #[derive(Debug)]
 pub struct ChatTemplates {
     env: Environment<'static>,
-    /// `env` with the fuel of [`RenderBound::Short`].
-    short_env: Environment<'static>,
     traits: BTreeMap<String, TemplateTraits>,
     /// Whether the model has one template instead of a set of named ones.
     single: bool,
@@ -152,11 +154,8 @@ impl ChatTemplates {
         }
         // The engine's probe knows no such tags, and takes their error for a refusal.
         let wants_system_first = has_generation_tags || wants_system_first(&env);
-        let mut short_env = env.clone();
-        short_env.set_fuel(Some(python::SHORT_FUEL));
         Ok(Self {
             env,
-            short_env,
             traits,
             wants_system_first,
             single: false,
@@ -239,15 +238,20 @@ impl ChatTemplates {
             }
         };
         let context = self.context(chat.ending, conversation, arguments, now);
+        let bytes = chat.bytes();
+        let bytes_max = bytes.saturating_mul(TEXT_OF_BYTE_MAX);
+        let bytes_max = bytes_max.saturating_add(TEXT_BYTES_ALLOWED);
         let out = BoundedText {
-            bytes: Vec::with_capacity(chat.bytes() + TEMPLATE_BYTES),
+            bytes: Vec::with_capacity(bytes + TEMPLATE_BYTES),
+            bytes_max: bytes_max.min(TEXT_BYTES_MAX),
             is_cancelled: limits.is_cancelled,
         };
-        let env = match limits.bound {
-            RenderBound::Short => &self.short_env,
-            RenderBound::Long => &self.env,
+        let fuel = match limits.bound {
+            RenderBound::Short => python::SHORT_FUEL,
+            RenderBound::Long => python::FUEL,
         };
-        let text = run(env, name, context, out)?;
+        let env = python::with_bounds(&self.env, fuel, out.bytes_max);
+        let text = run(&env, name, context, out)?;
         match continued {
             None => Ok(text),
             Some(last) => cut_at_tag(text, &last),
@@ -331,15 +335,16 @@ fn wants_system_first(env: &Environment<'_>) -> bool {
     })
 }
 
-/// A writer that fails beyond [`TEXT_BYTES_MAX`], or when the text is no longer wanted.
+/// A writer that fails beyond its bound, or when the text is no longer wanted.
 struct BoundedText<'c> {
     bytes: Vec<u8>,
+    bytes_max: usize,
     is_cancelled: &'c dyn Fn() -> bool,
 }
 
 impl io::Write for BoundedText<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + bytes.len() > TEXT_BYTES_MAX {
+        if bytes.len() > self.bytes_max - self.bytes.len() {
             return Err(io::Error::from(io::ErrorKind::FileTooLarge));
         }
         if (self.is_cancelled)() {

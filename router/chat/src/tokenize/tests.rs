@@ -287,7 +287,7 @@ fn a_template_that_executes_many_instructions_ends_within_its_bound() {
     }
 }
 
-/// A few such bodies once occupied every encoding thread for minutes. `tests/kwargs_cost.rs` counts
+/// A few such bodies once occupied every encoding thread for minutes. `tests/render_cost.rs` counts
 /// what they cost.
 #[test]
 fn template_kwargs_are_bounded() {

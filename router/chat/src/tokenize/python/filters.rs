@@ -1,8 +1,9 @@
 //! Filters and tests of jinja2 that differ from minijinja's in output or in accepted values.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
-use minijinja::{Environment, Error};
+use minijinja::{Environment, Error, State};
 
+use super::bounds::RenderBounds;
 use super::print::{Notation, PrintStyle, dumps, is_float, str_of};
 use super::{invalid, text};
 
@@ -58,7 +59,12 @@ fn escape(value: &Value) -> String {
 }
 
 /// The first positional argument is `ensure_ascii`, as transformers declares the filter.
-fn to_json(value: &Value, ascii: Option<Value>, options: Kwargs) -> Result<String, Error> {
+fn to_json(
+    state: &State<'_, '_>,
+    value: &Value,
+    ascii: Option<Value>,
+    options: Kwargs,
+) -> Result<String, Error> {
     if value.is_undefined() {
         return Err(invalid("undefined is not JSON serializable"));
     }
@@ -88,7 +94,7 @@ fn to_json(value: &Value, ascii: Option<Value>, options: Kwargs) -> Result<Strin
         sort_keys: is_true(option("sort_keys")?),
     };
     options.assert_all_used()?;
-    dumps(value, &style)
+    dumps(value, &style, RenderBounds::of(state)?.text_bytes_max)
 }
 
 /// Widths come from templates; the bound keeps a mistake from filling memory.

@@ -6,6 +6,7 @@
 //! Python's str, dict and list. Absent: methods that change a value (jinja2's sandbox forbids them
 //! as well), and autoescaping.
 
+mod bounds;
 mod filters;
 mod generation;
 mod methods;
@@ -18,13 +19,14 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior};
 
+pub(super) use bounds::with_bounds;
 pub(super) use generation::without_generation_tags;
 pub use strftime::CivilTime;
 pub(super) use sums::without_printed_sums;
 pub(super) use text::{is_space, strip_end};
 
 /// Instructions that one rendering may execute. A chat of 10,000 messages needs about a million.
-const FUEL: u64 = 50_000_000;
+pub(super) const FUEL: u64 = 50_000_000;
 /// Instructions of a short rendering: some milliseconds, unless they copy long texts. A chat of 500
 /// messages needs 50,000.
 pub(super) const SHORT_FUEL: u64 = 200_000;
@@ -43,6 +45,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     env.set_unknown_method_callback(methods::call);
     env.set_formatter(|out, _state, value| print::write_str_of(out, value));
     env.add_function("raise_exception", raise_exception);
+    bounds::register(&mut env);
     filters::register(&mut env);
     sums::register(&mut env);
     Ok(env)

@@ -57,11 +57,29 @@ pub(super) fn str_of(value: &Value) -> Cow<'_, str> {
     )
 }
 
-/// `json.dumps(value)`.
-pub(super) fn dumps(value: &Value, style: &PrintStyle) -> Result<String, Error> {
-    let mut out = String::new();
+/// `json.dumps(value)`, which fails beyond so many bytes: indentation makes many of few.
+pub(super) fn dumps(value: &Value, style: &PrintStyle, bytes_max: usize) -> Result<String, Error> {
+    let mut out = BoundedString {
+        text: String::new(),
+        bytes_max,
+    };
     write_value(&mut out, value, style, 0)?;
-    Ok(out)
+    Ok(out.text)
+}
+
+struct BoundedString {
+    text: String,
+    bytes_max: usize,
+}
+
+impl Write for BoundedString {
+    fn write_str(&mut self, part: &str) -> fmt::Result {
+        if part.len() > self.bytes_max - self.text.len() {
+            return Err(fmt::Error);
+        }
+        self.text.push_str(part);
+        Ok(())
+    }
 }
 
 #[expect(

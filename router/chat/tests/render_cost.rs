@@ -1,4 +1,4 @@
-//! What `chat_template_kwargs` cost: allocations, which do not depend on the machine.
+//! What renderings cost: allocations, which do not depend on the machine.
 #![expect(
     clippy::unwrap_used,
     unsafe_code,
@@ -15,8 +15,21 @@ use warmroute_chat::tokenize::{ChatTemplates, CivilTime, RenderError};
 /// The most members that are accepted.
 const MEMBERS_MAX: usize = 1024;
 
+/// What the router charges for each byte of a chat.
+const MEMORY_OF_BYTE_MAX: usize = 12;
+/// What it does not charge.
+const MEMORY_ALLOWED: usize = 8 << 20;
+
 thread_local! {
     static COST: Cell<Cost> = const { Cell::new(Cost { allocations: 0, bytes: 0 }) };
+    static MEMORY: Cell<Memory> = const { Cell::new(Memory { held: 0, peak: 0 }) };
+}
+
+/// Bytes that this thread holds, and held at most.
+#[derive(Clone, Copy, Debug)]
+struct Memory {
+    held: usize,
+    peak: usize,
 }
 
 /// What this thread has allocated.
@@ -37,7 +50,17 @@ impl Cost {
 
 struct CountingAllocator;
 
-fn count(bytes: usize) {
+fn count(bytes: usize, freed: usize) {
+    let _counted = MEMORY.try_with(|memory| {
+        let Memory { held, peak } = memory.get();
+        // What another thread allocated may be freed here.
+        let held = (held + bytes).saturating_sub(freed);
+        let peak = peak.max(held);
+        memory.set(Memory { held, peak });
+    });
+    if bytes == 0 {
+        return;
+    }
     // A thread that ends has no counter left.
     let _counted = COST.try_with(|cost| {
         let Cost {
@@ -54,18 +77,19 @@ fn count(bytes: usize) {
 // SAFETY: calls the system's allocator with what it was given.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
+        count(layout.size(), 0);
         // SAFETY: the caller's layout.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count(size);
+        count(size, layout.size());
         // SAFETY: the caller's pointer and layout.
         unsafe { System.realloc(pointer, layout, size) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(0, layout.size());
         // SAFETY: the caller's pointer and layout.
         unsafe { System.dealloc(pointer, layout) }
     }
@@ -117,4 +141,45 @@ fn accepted_kwargs_cost_linear_work_and_refused_ones_a_constant() {
     });
     assert!(refused[0].allocations <= costs[2].allocations);
     assert_eq!([refused[0]; 3], refused, "members above the bound cost");
+}
+
+/// Indentation once made twenty bytes of each, and a copy of them.
+#[test]
+fn printed_json_takes_no_more_memory_than_is_charged() {
+    const DEPTH: usize = 110;
+    let source = include_str!("../testdata/templates/llama31_tools.jinja").to_owned();
+    let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
+    let templates = ChatTemplates::single(source, tokens).unwrap();
+    let render = |strings: usize, depth: usize| {
+        let strings = vec![r#""abcdefghijklmnopqrs""#; strings].join(",");
+        let (open, close) = ("[".repeat(depth), "]".repeat(depth));
+        let body = format!(
+            r#"{{"messages":[{{"role":"user","content":"x"}}],"tools":[{{"type":"function",
+            "function":{{"name":"f","parameters":{open}{strings}{close}}}}}]}}"#
+        );
+        let request = parse(PromptRoute::ChatCompletions, body.as_bytes()).unwrap();
+        let PromptSource::Chat(parts) = &request.prompt else {
+            panic!("a chat is a chat")
+        };
+        let held = MEMORY.get().held;
+        MEMORY.set(Memory { held, peak: held });
+        let text = templates.render(parts, CivilTime::from_unix(0));
+        let peak = MEMORY.get().peak - held;
+        println!(
+            "{} bytes: {peak}, {} bytes of text",
+            body.len(),
+            text.as_ref().map_or(0, String::len)
+        );
+        let charged = body.len() * MEMORY_OF_BYTE_MAX;
+        assert!(peak <= charged.max(MEMORY_ALLOWED), "{peak}");
+        text
+    };
+    let refused = render(90_000, DEPTH);
+    assert!(
+        matches!(refused, Err(RenderError::Template(_))),
+        "{refused:?}"
+    );
+    // What real tools take is printed.
+    assert!(render(90_000, 2).unwrap().len() > 90_000 * 30);
+    assert!(render(900, DEPTH).unwrap().len() > 900 * 400);
 }
