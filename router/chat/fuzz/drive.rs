@@ -336,7 +336,11 @@ impl DrivenKwargs {
                 }
                 5 => add(format!("null{size}"), "null".to_owned()),
                 6 => add("auto".to_owned(), "\"auto\"".to_owned()),
-                _ => add("float".to_owned(), format!("{size}e-{size}")),
+                _ if size % 8 == 0 => {
+                    accepted = false;
+                    add("zero".to_owned(), "-0".to_owned());
+                }
+                _ => add("float".to_owned(), format!("-0.{size}e-0{size}")),
             }
         }
         Self {

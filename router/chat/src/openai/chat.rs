@@ -158,7 +158,7 @@ fn may_have_surrogates(json: &str) -> bool {
 }
 
 /// The bytes before, between and behind the strings of JSON.
-fn outside_strings(json: &str) -> impl Iterator<Item = &[u8]> {
+pub(crate) fn outside_strings(json: &str) -> impl Iterator<Item = &[u8]> {
     let mut rest = Some(json.as_bytes());
     std::iter::from_fn(move || {
         let bytes = rest.take()?;

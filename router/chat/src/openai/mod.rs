@@ -35,6 +35,8 @@ pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};
 pub use sse::{SseEvent, SseSplitter, StreamObserver};
 pub use usage::TokenUsage;
 
+pub(crate) use chat::outside_strings;
+
 /// Whether the tokenizer's post-processor may add special tokens (such as BOS) to a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {

@@ -6,7 +6,7 @@ use std::fmt;
 use minijinja::value::Value;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, Visitor};
 
-use super::messages::has_huge_integer;
+use super::messages::has_other_numbers;
 use super::template::RenderError;
 
 /// The field, as errors name it.
@@ -17,16 +17,11 @@ const MEMBERS_MAX: usize = 1024;
 /// The arguments by name. The last one of a repeated name counts, as in Python.
 pub(super) type TemplateKwargs = BTreeMap<String, Value>;
 
-/// The arguments of a request.
-pub(super) fn read_request(json: &str) -> Result<TemplateKwargs, RenderError> {
-    if has_huge_integer(json) {
-        return Err(RenderError::Unsupported(NAME));
-    }
-    read(json)
-}
-
 /// Reading ends at the first member above the bound.
 pub(super) fn read(json: &str) -> Result<TemplateKwargs, RenderError> {
+    if has_other_numbers(json) {
+        return Err(RenderError::Unsupported(NAME));
+    }
     let mut read = KwargsSeed {
         members: TemplateKwargs::new(),
         is_full: false,

@@ -10,6 +10,7 @@ use serde_json::value::RawValue;
 
 use super::RenderError;
 use super::content_format::ContentFormat;
+use crate::openai::outside_strings;
 
 /// Members of a content part that vLLM interprets; text parts keep all others.
 const KNOWN_PART_MEMBERS: &[&str] = &[
@@ -41,7 +42,7 @@ type Members = Vec<(&'static str, Value)>;
 
 /// Raw JSON as template values, as Python reads it.
 pub(super) fn read_json(name: &'static str, raw: &RawValue) -> Result<Value> {
-    if has_huge_integer(raw.get()) {
+    if has_other_numbers(raw.get()) {
         return Err(RenderError::Unsupported(name));
     }
     serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid(name))
@@ -49,6 +50,9 @@ pub(super) fn read_json(name: &'static str, raw: &RawValue) -> Result<Value> {
 
 /// The conversation that a template renders.
 pub(super) fn conversation(raw: &RawValue, format: ContentFormat) -> Result<Vec<Value>> {
+    if has_other_numbers(raw.get()) {
+        return Err(RenderError::Unsupported("messages"));
+    }
     let messages: Vec<Value> =
         serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid("messages"))?;
     if messages.is_empty() {
@@ -304,7 +308,7 @@ fn others(object: &Value, known: &[&str]) -> Vec<(Value, Value)> {
 fn parsed_arguments(text: &str) -> Result<Value> {
     const UNSUPPORTED: RenderError = RenderError::Unsupported("tool_calls");
     let empty = || Value::from_pairs(Vec::<(Value, Value)>::new());
-    if has_huge_integer(text) {
+    if has_other_numbers(text) {
         return Err(UNSUPPORTED);
     }
     match serde_json::from_str::<Value>(text) {
@@ -327,24 +331,26 @@ fn parsed_arguments(text: &str) -> Result<Value> {
     }
 }
 
-/// Whether JSON may contain an integer beyond 64 bits, which Python reads exactly. Any 19 digits
-/// outside strings count, also those of a fraction.
-pub(super) fn has_huge_integer(json: &str) -> bool {
+/// Whether Python may read a number of the JSON as another one: it reads integers exactly, and `-0`
+/// as 0. Any 19 digits count, also those of a fraction.
+pub(super) fn has_other_numbers(json: &str) -> bool {
+    outside_strings(json).any(|gap| has_many_digits(gap) || has_negative_zero(gap))
+}
+
+fn has_many_digits(gap: &[u8]) -> bool {
     const DIGITS_MIN: usize = 19;
-    let (mut in_string, mut escaped, mut digits) = (false, false, 0_usize);
-    for byte in json.bytes() {
-        if in_string {
-            in_string = escaped || byte != b'"';
-            escaped = !escaped && byte == b'\\';
-            continue;
-        }
-        in_string = byte == b'"';
-        digits = if byte.is_ascii_digit() { digits + 1 } else { 0 };
-        if digits >= DIGITS_MIN {
-            return true;
-        }
-    }
-    false
+    let mut numbers = gap.split(|byte| !byte.is_ascii_digit());
+    numbers.any(|digits| digits.len() >= DIGITS_MIN)
+}
+
+/// `-0` that is neither a float nor an exponent.
+fn has_negative_zero(gap: &[u8]) -> bool {
+    memchr::memchr_iter(b'-', gap).any(|at| {
+        let before = at.checked_sub(1).and_then(|at| gap.get(at));
+        let is_zero = gap.get(at + 1) == Some(&b'0');
+        let is_float = matches!(gap.get(at + 2), Some(b'.' | b'e' | b'E'));
+        is_zero && !is_float && !matches!(before, Some(b'e' | b'E'))
+    })
 }
 
 /// Tools as vLLM's types print them: with defaults, without unknown members.

@@ -407,7 +407,7 @@ impl TemplateArguments {
             read.tools = messages::tools(tools)?;
         }
         if let Some(raw) = &chat.template_kwargs {
-            let kwargs = kwargs::read_request(raw.get())?;
+            let kwargs = kwargs::read(raw.get())?;
             sets_thinking = kwargs.contains_key(THINKING);
             read.template_kwargs(kwargs)?;
         }

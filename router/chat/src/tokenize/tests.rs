@@ -313,6 +313,7 @@ fn values_that_python_reads_differently_are_unsupported() {
         r#"{\"a\": NaN}"#,
         r#"{\"a\": 123456789012345678901234567890}"#,
         r#"{\"a\": 1e999}"#,
+        r#"{\"a\": -0}"#,
         r#"{\"a\": \"\\ud800\"}"#,
         &format!("{}{}", "[".repeat(500), "]".repeat(500)),
     ] {
@@ -327,6 +328,48 @@ fn values_that_python_reads_differently_are_unsupported() {
             "{arguments}"
         );
     }
+}
+
+#[test]
+fn numbers_that_python_reads_differently_are_unsupported_everywhere() {
+    let source = include_str!("../../testdata/templates/mistral_tools.jinja").to_owned();
+    let tokens = ["bos_token", "eos_token"].map(|name| (name.to_owned(), "<s>".to_owned()));
+    let templates = ChatTemplates::single(source, tokens.into()).unwrap();
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let tokenizer = tokenizer.with_templates(templates);
+    let body = |number: &str, place: &str| {
+        let at = |name: &str| if name == place { number } else { "1" };
+        format!(
+            r#"{{"messages":[{{"role":"user","content":"x"}},{{"role":"assistant","content":"",
+            "tool_calls":[{{"id":"123456789","type":"function","function":{{"name":"f",
+            "arguments":"{{\"a\":{}}}","x":{}}}}}]}}],"tools":[{{"type":"function","function":
+            {{"name":"f","parameters":{{"default":{}}}}}}}],
+            "chat_template_kwargs":{{"k":[{}]}},"documents":[{{"d":{}}}]}}"#,
+            at("tool_calls"),
+            at("messages"),
+            at("tools"),
+            at("chat_template_kwargs"),
+            at("documents"),
+        )
+    };
+    for place in [
+        "tool_calls",
+        "messages",
+        "tools",
+        "chat_template_kwargs",
+        "documents",
+    ] {
+        for number in ["-0", "123456789012345678901234"] {
+            let error = chat(&tokenizer, &body(number, place)).unwrap_err();
+            let expected = RenderError::Unsupported(place);
+            assert_eq!(error, expected.to_string(), "{number}");
+        }
+        for number in ["-0.0", "-0e1", "-0.5E-07", "1e-05", "-10"] {
+            chat(&tokenizer, &body(number, place)).unwrap();
+        }
+    }
+    let text = r#"{"messages":[{"role":"user","content":"-0, 123456789012345678901234"}]}"#;
+    chat(&tokenizer, text).unwrap();
 }
 
 #[test]
