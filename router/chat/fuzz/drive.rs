@@ -97,8 +97,14 @@ fn templates() -> &'static [ChatTemplates] {
     })
 }
 
-/// A chat body: parsed, forwarded, rendered by several templates, encoded.
+/// A chat body: parsed, forwarded, rendered by several templates, encoded. Also read as a body of
+/// the routes whose bodies become chats.
 pub(crate) fn chat(data: &[u8]) {
+    for route in [PromptRoute::Responses, PromptRoute::Messages] {
+        if let Ok(request) = parse(route, data) {
+            check_forwarded(request.rewritten.as_deref().unwrap_or(data));
+        }
+    }
     let Ok(request) = parse(PromptRoute::ChatCompletions, data) else {
         return;
     };
@@ -438,13 +444,18 @@ pub(crate) fn completion(data: &[u8]) {
     }
 }
 
+/// What Python reads in a body that is forwarded does not set the report mode. Halves of pairs of
+/// surrogates, which Python reads, are replaced.
 fn check_forwarded(body: &[u8]) {
-    let forwarded: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
-    assert!(
-        forwarded["vllm_xargs"]
-            .get("kv_cache_report_mode")
-            .is_none()
-    );
+    type Members<'m> = BTreeMap<String, &'m serde_json::value::RawValue>;
+    let text = String::from_utf8_lossy(body);
+    let text = text.replace("\\ud", "\\u0").replace("\\uD", "\\u0");
+    let members: Members<'_> = serde_json::from_str(&text).expect("a forwarded body can be read");
+    let xargs = members.get("vllm_xargs").map(|xargs| xargs.get());
+    let xargs: Members<'_> = xargs
+        .and_then(|x| serde_json::from_str(x).ok())
+        .unwrap_or_default();
+    assert!(!xargs.contains_key("kv_cache_report_mode"));
 }
 
 /// A form: the first line is its content type. A field that is found is a part of the body.

@@ -1,8 +1,8 @@
 //! `/v1/responses` and `/v1/messages`: converted into the chat that the engine makes of them.
 //!
 //! The conversion is that of vLLM 0.32, for what it does with certainty. Anything else, and every
-//! field that is not known to leave the prompt alone, makes the prompt [`OpaqueReason`]. No body is
-//! refused: the engine judges it.
+//! field that is not known to leave the prompt alone, makes the prompt [`OpaqueReason`]. The engine
+//! judges every body but those that cannot be read: they could have an option that none may have.
 
 mod anthropic;
 mod responses;
@@ -14,7 +14,8 @@ use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
 use super::chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice, is_dense, values_max};
-use super::fields::BodyFields;
+use super::error::OpenAiError;
+use super::fields::{BodyFields, body_error};
 use super::request::{
     FirstOpaque, OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo,
     transferred_tokens,
@@ -89,16 +90,13 @@ pub(super) fn parse<'b>(
     route: ConvertedRoute,
     body: &'b [u8],
     admits: &mut dyn FnMut(usize) -> bool,
-) -> ParsedRequest<'b> {
+) -> Result<ParsedRequest<'b>, OpenAiError> {
     let (names, prompt) = match route {
         ConvertedRoute::Responses => (responses::FIELDS, "input"),
         ConvertedRoute::Messages => (anthropic::FIELDS, "messages"),
     };
     let mut opaque = FirstOpaque::default();
-    let fields = BodyFields::read(body, names).unwrap_or_else(|_| {
-        opaque.set(OpaqueReason::Unreadable("body"));
-        BodyFields::none(names)
-    });
+    let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
     if fields.has_unknown() {
         opaque.set(OpaqueReason::UnknownField);
     }
@@ -138,7 +136,7 @@ pub(super) fn parse<'b>(
         unconverted(&fields, prompt, special_tokens)
     });
     let xargs = fields.raw("vllm_xargs");
-    ParsedRequest {
+    Ok(ParsedRequest {
         route: match route {
             ConvertedRoute::Responses => PromptRoute::Responses,
             ConvertedRoute::Messages => PromptRoute::Messages,
@@ -149,7 +147,7 @@ pub(super) fn parse<'b>(
         },
         prompt: PromptSource::Chat(chat),
         rewritten: xargs.and_then(|xargs| rewrite::without_report_mode(body, xargs)),
-    }
+    })
 }
 
 /// The client's own JSON, by which equal beginnings are found where no tokens are known.

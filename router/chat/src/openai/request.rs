@@ -133,10 +133,10 @@ pub fn parse_admitted<'b>(
         PromptRoute::ChatCompletions => chat::FIELDS,
         PromptRoute::Completions => completion::FIELDS,
         PromptRoute::Responses => {
-            return Ok(converted::parse(ConvertedRoute::Responses, body, admits));
+            return converted::parse(ConvertedRoute::Responses, body, admits);
         }
         PromptRoute::Messages => {
-            return Ok(converted::parse(ConvertedRoute::Messages, body, admits));
+            return converted::parse(ConvertedRoute::Messages, body, admits);
         }
     };
     let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;

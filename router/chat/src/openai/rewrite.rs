@@ -52,10 +52,13 @@ impl<'n> KeptMembers<'n> {
 
     /// Appends a member, whose value is JSON.
     pub(super) fn push(&mut self, key: &str, value: &str) {
+        self.push_raw(&serde_json::Value::from(key).to_string(), value);
+    }
+
+    fn push_raw(&mut self, key: &str, value: &str) {
         if !self.text.is_empty() {
             self.text.push(b',');
         }
-        let key = serde_json::Value::from(key).to_string();
         self.text.extend_from_slice(key.as_bytes());
         self.text.push(b':');
         self.text.extend_from_slice(value.as_bytes());
@@ -70,11 +73,13 @@ impl<'de> Visitor<'de> for KeptMembers<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
-        while let Some((key, value)) = map.next_entry::<JsonText<'de>, &'de RawValue>()? {
-            if self.names.contains(&&*key.0) {
+        while let Some((key, value)) = map.next_entry::<&'de RawValue, &'de RawValue>()? {
+            // A key with half of a pair of surrogates is no text, and none of the names.
+            let name = serde_json::from_str::<JsonText<'de>>(key.get());
+            if name.is_ok_and(|name| self.names.contains(&&*name.0)) {
                 self.removed += 1;
             } else {
-                self.push(&key.0, value.get());
+                self.push_raw(key.get(), value.get());
             }
         }
         Ok(self)

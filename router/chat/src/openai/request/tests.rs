@@ -214,9 +214,36 @@ fn only_the_report_mode_is_cut_out_of_a_body() {
             r#"{"a" : [1, 2],"kv_c\u0061che_report_mode":"full", "b":"\u00e9"}"#,
             Some(r#"{"a":[1, 2],"b":"\u00e9"}"#),
         ),
+        (
+            r#"{"\ud800":1,"kv_cache_report_mode":"full"}"#,
+            Some(r#"{"\ud800":1}"#),
+        ),
         (r#"{"a": 1}"#, None),
     ] {
         assert_eq!(rewritten(xargs), expected.map(body), "{xargs}");
+    }
+}
+
+/// Python reads such bodies; forwarded, they could set the report mode.
+#[test]
+fn bodies_that_cannot_be_read_are_refused_on_every_route() {
+    use PromptRoute::{ChatCompletions, Completions, Messages, Responses};
+    const XARGS: &str = r#""vllm_xargs":{"kv_cache_report_mode":"full"}"#;
+    for route in [ChatCompletions, Completions, Responses, Messages] {
+        for (body, code) in [
+            (
+                format!("{{\"input\":\"x\",{XARGS},\"y\":NaN}}"),
+                "invalid_json",
+            ),
+            (
+                format!("\u{feff}{{\"input\":\"x\",{XARGS}}}"),
+                "invalid_json",
+            ),
+            (format!("[{{{XARGS}}}]"), "wrong_type"),
+        ] {
+            let error = parse(route, body.as_bytes()).unwrap_err();
+            assert_eq!(error.code, Some(code), "{route:?}: {body}");
+        }
     }
 }
 
