@@ -51,7 +51,7 @@ const fn key(left: u32, right: u32) -> u64 {
 }
 
 impl MergeTable {
-    /// The `merges` of a model.
+    /// The `merges` of a model. `None` if one has a token without an id of its own.
     pub(super) fn new(merges: &Value, id: impl Fn(&str) -> Option<u32>) -> Option<Self> {
         let mut pairs = HashMap::with_hasher(FxBuildHasher);
         for (rank, merge) in (0_u32..).zip(merges.as_array()?) {

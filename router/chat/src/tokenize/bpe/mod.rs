@@ -12,7 +12,7 @@ mod pattern;
 mod split;
 mod word_cache;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use rustc_hash::FxBuildHasher;
 use serde_json::{Map, Value};
@@ -141,7 +141,12 @@ impl BpeEncoder {
                 SymbolTable::chars(vocab, get("byte_fallback")? == true)?
             }
         };
-        let merges = MergeTable::new(model.get("merges")?, |token| id(vocab.get(token)?))?;
+        let is_shared = shared_ids(vocab)?;
+        // The reference takes a pair for another one that gives the same id: with shared ids the
+        // order of merges would not decide alone.
+        let merges = MergeTable::new(model.get("merges")?, |token| {
+            id(vocab.get(token)?).filter(|id| !is_shared.contains(id))
+        })?;
         let mut encoder = Self {
             normalizer,
             words,
@@ -350,6 +355,18 @@ fn first_unstable(text: &[u8]) -> Option<usize> {
 
 fn id(value: &Value) -> Option<u32> {
     u32::try_from(value.as_u64()?).ok()
+}
+
+/// The ids that several tokens have.
+fn shared_ids(vocab: &Map<String, Value>) -> Option<HashSet<u32>> {
+    let (mut known, mut shared) = (HashSet::with_capacity(vocab.len()), HashSet::new());
+    for number in vocab.values() {
+        let id = id(number)?;
+        if !known.insert(id) {
+            shared.insert(id);
+        }
+    }
+    Some(shared)
 }
 
 /// How a text becomes words.
