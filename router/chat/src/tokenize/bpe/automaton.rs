@@ -37,6 +37,15 @@ struct PatternStep {
     ends_match: bool,
 }
 
+/// What an attempt to match found.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PatternMatch {
+    /// The end of the match, which is above its start.
+    pub end: Option<usize>,
+    /// The end of the text that was looked at, at or behind the match's.
+    pub seen: usize,
+}
+
 /// A place in a pattern.
 #[derive(Clone, Debug)]
 enum PatternPlace {
@@ -117,15 +126,9 @@ impl WordAutomaton {
         })
     }
 
-    /// The end of the match at `at`, which is above `at`.
     #[inline]
-    pub(super) fn match_at(
-        &self,
-        classes: &CharClasses,
-        text: &[u8],
-        mut at: usize,
-    ) -> Option<usize> {
-        let (mut row, mut end) = (self.stride, None);
+    pub(super) fn match_at(&self, classes: &CharClasses, text: &[u8], from: usize) -> PatternMatch {
+        let (mut row, mut end, mut at) = (self.stride, None, from);
         while row != DEAD {
             let (class, length) = classes.at(text, at).unwrap_or((self.end_class, 0));
             let step = self.steps[row as usize + usize::from(class)];
@@ -135,7 +138,9 @@ impl WordAutomaton {
             row = step.row;
             at += length;
         }
-        end
+        #[cfg(test)]
+        tests::SEEN_BYTES.set(tests::SEEN_BYTES.get() + at - from);
+        PatternMatch { end, seen: at }
     }
 }
 
@@ -225,4 +230,4 @@ impl<'p> PlaceWalk<'p> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -20,6 +20,7 @@ use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization as _, 
 
 use super::TextEncodeError;
 use merge::{MergeScratch, MergeTable, pair_of};
+#[cfg(test)]
 pub(super) use split::UNMATCHED_BYTES_MAX;
 use split::{PatternSplitter, WordSpan};
 use word_cache::WordCache;

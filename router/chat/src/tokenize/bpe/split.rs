@@ -9,7 +9,7 @@
 
 use serde_json::Value;
 
-use super::automaton::WordAutomaton;
+use super::automaton::{PatternMatch, WordAutomaton};
 use super::char_classes::{CharClasses, ClassMask};
 use super::pattern::{self, Node, Presence};
 
@@ -19,6 +19,12 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 /// A text is refused in which the first pattern matches nothing for longer: a step cannot end there,
 /// so that this bounds its time, and the words that it holds.
 pub(in crate::tokenize) const UNMATCHED_BYTES_MAX: usize = 512 << 10;
+
+/// Text that attempts to match may look at behind their matches, for each byte of the part that is
+/// split, and in addition. Patterns of models need a few bytes; one such as `\d+%|\d` looks at all
+/// digits for each of them.
+const SEEN_OF_BYTE_MAX: usize = 64;
+const SEEN_BYTES_MAX: usize = 64 << 10;
 
 /// Several patterns, each applied to the pieces of the one before.
 #[derive(Debug)]
@@ -30,6 +36,12 @@ pub(super) struct PatternSplitter {
 }
 
 type MaskNode = Node<ClassMask>;
+
+/// The text behind their matches that the attempts of one pattern have looked at.
+struct SeenText {
+    start: usize,
+    bytes: usize,
+}
 
 /// What one pattern tries, in this order.
 type PatternAlternatives = Vec<Vec<MaskNode>>;
@@ -98,7 +110,7 @@ impl PatternSplitter {
     /// Appends the words of a text, up to the first match of the first pattern that ends at `until`
     /// or later. Returns its end, which is above 0 for a text and `until` above 0: as matching has no
     /// lookbehind, the rest has the words of a text of its own. `None`: the first pattern does not
-    /// match for too long.
+    /// match for too long, or a pattern looks at too much text behind its matches.
     pub(super) fn split(
         &self,
         text: &[u8],
@@ -106,7 +118,7 @@ impl PatternSplitter {
         words: &mut Vec<WordSpan>,
     ) -> Option<usize> {
         let (first, mut at) = (&self.stages[0], 0);
-        let mut unmatched = 0;
+        let (mut unmatched, mut seen) = (0, SeenText::from(0));
         // Only a match ends a part: a later pattern may match across `until`.
         while unmatched < until
             && let Some((_, length)) = self.classes.at(text, at)
@@ -114,17 +126,19 @@ impl PatternSplitter {
             if at - unmatched > UNMATCHED_BYTES_MAX {
                 return None;
             }
-            match first.match_at(&self.classes, text, at) {
+            let found = first.match_at(&self.classes, text, at);
+            seen.count(found, at)?;
+            match found.end {
                 Some(end) => {
-                    self.split_stage(1, text, unmatched..at, words);
-                    self.split_stage(1, text, at..end, words);
+                    self.split_stage(1, text, unmatched..at, words)?;
+                    self.split_stage(1, text, at..end, words)?;
                     (at, unmatched) = (end, end);
                 }
                 None => at += length,
             }
         }
         if at >= text.len() {
-            self.split_stage(1, text, unmatched..text.len(), words);
+            self.split_stage(1, text, unmatched..text.len(), words)?;
             unmatched = text.len();
         }
         Some(unmatched)
@@ -136,27 +150,29 @@ impl PatternSplitter {
         text: &[u8],
         range: std::ops::Range<usize>,
         words: &mut Vec<WordSpan>,
-    ) {
+    ) -> Option<()> {
         let Some(stage) = self.stages.get(number) else {
             if !range.is_empty() {
                 words.push((range.start as u32, range.end as u32));
             }
-            return;
+            return Some(());
         };
         let text = &text[..range.end];
         let mut unmatched = range.start;
-        let mut at = range.start;
+        let (mut at, mut seen) = (range.start, SeenText::from(range.start));
         while let Some((_, length)) = self.classes.at(text, at) {
-            match stage.match_at(&self.classes, text, at) {
+            let found = stage.match_at(&self.classes, text, at);
+            seen.count(found, at)?;
+            match found.end {
                 Some(end) => {
-                    self.split_stage(number + 1, text, unmatched..at, words);
-                    self.split_stage(number + 1, text, at..end, words);
+                    self.split_stage(number + 1, text, unmatched..at, words)?;
+                    self.split_stage(number + 1, text, at..end, words)?;
                     (at, unmatched) = (end, end);
                 }
                 None => at += length,
             }
         }
-        self.split_stage(number + 1, text, unmatched..range.end, words);
+        self.split_stage(number + 1, text, unmatched..range.end, words)
     }
 
     /// Whether a cut before the character at `at` changes no word.
@@ -167,6 +183,21 @@ impl PatternSplitter {
             (Some(before), Some((after, _))) => self.seams[usize::from(before)] >> after & 1 == 1,
             _ => false,
         }
+    }
+}
+
+impl SeenText {
+    const fn from(start: usize) -> Self {
+        Self { start, bytes: 0 }
+    }
+
+    /// `None`: too much of it.
+    #[inline]
+    fn count(&mut self, found: PatternMatch, at: usize) -> Option<()> {
+        let end = found.end.unwrap_or(at);
+        self.bytes += found.seen - end;
+        let most = SEEN_BYTES_MAX + SEEN_OF_BYTE_MAX * (end - self.start);
+        (self.bytes <= most).then_some(())
     }
 }
 

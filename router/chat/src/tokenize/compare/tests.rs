@@ -187,6 +187,19 @@ fn a_part_that_the_first_pattern_does_not_match_is_bounded() {
     }
 }
 
+/// A pattern that looks at all digits for each of them.
+#[test]
+fn a_text_that_takes_a_pattern_too_long_is_refused() {
+    let tokenizer = byte_level(&[r"\p{N}+%|\p{N}|[^\p{N}]+"], "", false);
+    assert_eq!(tokenizer.encoder(), EncoderKind::Own);
+    let special = SpecialTokens::Omit;
+    let short = "7".repeat(300) + " and " + &"7".repeat(200) + "% ";
+    let ids = tokenizer.encode(&short, special).unwrap();
+    assert_eq!(ids, expected(&tokenizer, &short, special));
+    let refused = tokenizer.encode(&"7".repeat(2 << 20), special);
+    assert_eq!(refused, Err(TextEncodeError::LongPart));
+}
+
 fn compare_characters(codes: std::ops::Range<u32>) {
     for (name, tokenizer) in families() {
         let mut chars = codes.clone().filter_map(char::from_u32).peekable();

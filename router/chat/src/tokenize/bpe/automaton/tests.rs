@@ -1,3 +1,4 @@
+use std::cell::Cell;
 use std::sync::LazyLock;
 
 use proptest::prelude::*;
@@ -6,6 +7,11 @@ use super::*;
 use crate::tokenize::bpe::char_classes::char_start;
 use crate::tokenize::bpe::pattern;
 use crate::tokenize::bpe::split::masked;
+
+thread_local! {
+    /// Bytes of text that attempts to match have looked at.
+    pub(in crate::tokenize::bpe) static SEEN_BYTES: Cell<usize> = const { Cell::new(0) };
+}
 
 /// Patterns of the families, and ones whose order, bounds and lookaheads decide.
 const PATTERNS: [&str; 14] = [
@@ -137,7 +143,8 @@ fn compare(texts: &[String]) {
                 let mut tried = pattern.alternatives.iter();
                 let expected = tried.find_map(|nodes| backtrack(&pattern.classes, nodes, text, at));
                 let found = automaton.match_at(&pattern.classes, text, at);
-                assert_eq!(found, expected, "{expression} {text:?} at {at}");
+                assert!(found.seen >= found.end.unwrap_or(at) && found.seen <= text.len());
+                assert_eq!(found.end, expected, "{expression} {text:?} at {at}");
             }
         }
     }

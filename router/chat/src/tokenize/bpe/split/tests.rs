@@ -1,5 +1,6 @@
 use serde_json::json;
 
+use super::super::automaton::tests::SEEN_BYTES;
 use super::*;
 
 const LLAMA: &str = concat!(
@@ -32,6 +33,49 @@ fn seams_are_where_no_match_and_no_lookahead_can_cross() {
     // Digits are left unmatched, and so they are one word.
     let partial = splitter(r"\p{L}+|\s");
     assert!(!is_seam(&partial, "1!") && is_seam(&partial, "1a"));
+}
+
+/// The first alternative looks for a sign behind all digits, which took a text of digits the square
+/// of its length.
+#[test]
+fn matching_looks_at_little_text_for_each_byte() {
+    const BYTES: usize = 64 << 10;
+    let percent = [r"\p{N}+%|\p{N}|[^\p{N}]+"];
+    let second = [r"[^a]+", percent[0]];
+    for expressions in [&percent[..], &second[..]] {
+        let splitter = PatternSplitter::of_expressions(expressions).unwrap();
+        for (digits, is_split) in [(1, true), (100, true), (5000, false), (2 << 20, false)] {
+            let text = format!("{} ", "7".repeat(digits)).repeat(BYTES.div_ceil(digits));
+            SEEN_BYTES.set(0);
+            let mut words = Vec::new();
+            let end = splitter.split(text.as_bytes(), BYTES, &mut words);
+            assert_eq!(end.is_some(), is_split, "{digits} digits");
+            let most = 70 * BYTES + 3 * text.len();
+            assert!(SEEN_BYTES.get() < most, "{digits}: {}", SEEN_BYTES.get());
+            if is_split {
+                let ends = text.char_indices().map(|(at, c)| at + c.len_utf8());
+                let ends: Vec<usize> = ends.take(words.len()).collect();
+                assert!(words.iter().map(|(_, end)| *end as usize).eq(ends));
+            }
+        }
+    }
+    for (name, expression) in [("llama", LLAMA), ("gpt-2", GPT2)] {
+        for unit in [
+            "\n  \n   ",
+            "a\n                    b",
+            "'ll!! \u{301}",
+            "1234",
+            "\n\n\n",
+            " ",
+        ] {
+            let text = unit.repeat(BYTES);
+            SEEN_BYTES.set(0);
+            let mut words = Vec::new();
+            let split = splitter(expression).split(text.as_bytes(), text.len(), &mut words);
+            assert_eq!(split, Some(text.len()), "{name} {unit:?}");
+            assert!(SEEN_BYTES.get() < 3 * text.len(), "{name} {unit:?}");
+        }
+    }
 }
 
 #[test]
