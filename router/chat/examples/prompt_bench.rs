@@ -229,6 +229,7 @@ fn hostile(path: &str, only: Option<&str>) {
         ("chat, added tokens", chat(repeat("<|im_end|>"))),
         ("chat, CJK", chat(repeat("路由器把每个请求发送。"))),
         ("chat, NFD", chat(repeat("e\u{301}\u{323} "))),
+        ("chat, marks", chat(repeat("\u{301}\u{316}"))),
         ("chat, expands under NFC", chat(repeat("\u{1d15f} "))),
         ("chat, one word", chat(repeat("a"))),
         ("chat, blanks", chat(repeat(" "))),

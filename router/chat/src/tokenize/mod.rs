@@ -72,7 +72,7 @@ pub enum TextEncodeError {
     Failed(String),
     #[error("a word of the text is longer than {max} bytes", max = bpe::WORD_BYTES_MAX)]
     LongWord,
-    #[error("a part of the text is too long to be split into words")]
+    #[error("a part of the text is too long to be normalized or split into words")]
     LongPart,
     #[error("the text is longer than {REFERENCE_BYTES_MAX} bytes")]
     LongText,

@@ -257,7 +257,7 @@ impl<T: AsRef<str>> TextTask<T> {
             }
             Some(own) => {
                 if piece.at == 0 && piece.changed.is_none() {
-                    piece.changed = own.normalized(raw);
+                    piece.changed = own.normalized(raw)?;
                 }
                 let changed = piece.changed.take();
                 let text = changed.as_deref().unwrap_or(raw);

@@ -16,6 +16,7 @@ use std::collections::{HashMap, HashSet};
 
 use rustc_hash::FxBuildHasher;
 use serde_json::{Map, Value};
+use unicode_normalization_alignments::char::{canonical_combining_class, decompose_canonical};
 use unicode_normalization_alignments::{IsNormalized, UnicodeNormalization as _, is_nfc_quick};
 
 use super::TextEncodeError;
@@ -27,6 +28,9 @@ use word_cache::WordCache;
 
 /// Longest word that is merged: 64 KiB take about ten milliseconds.
 pub(super) const WORD_BYTES_MAX: usize = 64 << 10;
+
+/// Longest run of marks that is sorted, which takes about 20 bytes for each of its bytes.
+const MARKS_BYTES_MAX: usize = 16 << 10;
 
 /// Most segments have fewer words.
 const WORDS_RESERVED: usize = 512;
@@ -201,16 +205,23 @@ impl BpeEncoder {
     }
 
     /// The text as the model sees it, if it differs. Only of a whole piece.
-    pub(super) fn normalized(&self, piece: &str) -> Option<String> {
-        let changes = self.normalizer == TextNormalizer::Nfc && !is_surely_nfc(piece);
-        changes.then(|| piece.nfc().map(|(c, _)| c).collect())
+    pub(super) fn normalized(&self, piece: &str) -> Result<Option<String>, TextEncodeError> {
+        if self.normalizer != TextNormalizer::Nfc || is_surely_nfc(piece) {
+            return Ok(None);
+        }
+        if has_long_marks(piece) {
+            return Err(TextEncodeError::LongPart);
+        }
+        Ok(Some(piece.nfc().map(|(c, _)| c).collect()))
     }
 
     /// Whether normalization leaves an added token's text as it is.
     pub(super) fn keeps(&self, token: &str) -> bool {
         match self.normalizer {
             TextNormalizer::None => true,
-            TextNormalizer::Nfc => self.normalized(token).is_none_or(|text| text == token),
+            TextNormalizer::Nfc => self
+                .normalized(token)
+                .is_ok_and(|text| text.is_none_or(|text| text == token)),
             TextNormalizer::Blanks => false,
         }
     }
@@ -329,18 +340,39 @@ impl BpeEncoder {
 /// Whether a quick check shows that a text is in form C. Characters below U+0300 are stable, and
 /// compose only with those from there on: each run of the latter is checked by itself.
 fn is_surely_nfc(text: &str) -> bool {
+    unstable_runs(text).all(|run| is_nfc_quick(run.chars()) == IsNormalized::Yes)
+}
+
+/// Whether a text has a run of marks that is too long to be sorted: normalization holds all of it.
+fn has_long_marks(text: &str) -> bool {
+    let is_long = |run: &str| {
+        let mut marks = 0;
+        run.chars().any(|c| {
+            marks = if is_mark(c) { marks + c.len_utf8() } else { 0 };
+            marks > MARKS_BYTES_MAX
+        })
+    };
+    unstable_runs(text).any(|run| run.len() > MARKS_BYTES_MAX && is_long(run))
+}
+
+/// Whether a character decomposes into marks alone, which are sorted with those next to them.
+fn is_mark(c: char) -> bool {
+    let mut is_mark = true;
+    decompose_canonical(c, |part| is_mark &= canonical_combining_class(part) != 0);
+    is_mark
+}
+
+/// The runs of characters from U+0300 on.
+fn unstable_runs(text: &str) -> impl Iterator<Item = &str> {
     const FIRST_UNSTABLE: char = '\u{300}';
     let mut rest = text;
-    while let Some(from) = first_unstable(rest.as_bytes()) {
-        let run = &rest[from..];
+    std::iter::from_fn(move || {
+        let run = &rest[first_unstable(rest.as_bytes())?..];
         let end = run.find(|c| c < FIRST_UNSTABLE).unwrap_or(run.len());
         let (run, after) = run.split_at(end);
-        if is_nfc_quick(run.chars()) != IsNormalized::Yes {
-            return false;
-        }
         rest = after;
-    }
-    true
+        Some(run)
+    })
 }
 
 /// Where the first character from U+0300 on begins.
@@ -511,6 +543,20 @@ mod tests {
             let text: String = std::iter::repeat_n(' ', stable).chain(mixed).collect();
             let whole = is_nfc_quick(text.chars()) == IsNormalized::Yes;
             prop_assert_eq!(is_surely_nfc(&text), whole);
+        }
+    }
+
+    /// Normalization gives a text of these alone only at its end.
+    #[test]
+    fn marks_are_what_normalization_holds() {
+        for c in '\0'..=char::MAX {
+            let taken = std::cell::Cell::new(0);
+            let text = [c, c, 'a', 'a'];
+            let chars = text.into_iter().inspect(|_| taken.set(taken.get() + 1));
+            let mut decomposed = chars.nfd();
+            decomposed.next();
+            let is_held = taken.get() > 2;
+            assert_eq!(is_mark(c), is_held, "{c:?}");
         }
     }
 }

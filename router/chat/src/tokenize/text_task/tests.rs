@@ -195,6 +195,32 @@ fn a_word_without_end_is_refused_at_once() {
     }
 }
 
+/// Normalization holds a whole run of marks in memory, and sorts it in one step.
+#[test]
+fn a_run_of_marks_without_end_is_refused() {
+    let tokenizer = changed("tiny", |_| {});
+    let encode = |text: &str| tokenizer.encode(text, SpecialTokens::Omit);
+    for unit in ["\u{301}\u{316}", "\u{344}\u{f73}\u{316}"] {
+        for (bytes, is_encoded) in [(16 << 10, true), (18 << 10, false), (8 << 20, false)] {
+            let marks = unit.repeat(bytes / unit.len());
+            for text in [format!("a{marks}b é"), format!("中{marks}"), marks] {
+                let expected = if is_encoded {
+                    Ok(expected(&tokenizer, &text, SpecialTokens::Omit))
+                } else {
+                    Err(TextEncodeError::LongPart)
+                };
+                assert!(encode(&text) == expected, "{bytes} of {unit:?}");
+            }
+        }
+        // Between other characters runs are short.
+        let text = format!("{unit}中").repeat(20_000) + "e\u{301}";
+        assert_eq!(
+            encode(&text),
+            Ok(expected(&tokenizer, &text, SpecialTokens::Omit))
+        );
+    }
+}
+
 proptest! {
     #[test]
     fn cutting_changes_no_id(text in delimited_text()) {
