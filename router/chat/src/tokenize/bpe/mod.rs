@@ -277,7 +277,7 @@ impl BpeEncoder {
         } = scratch;
         words.clear();
         words.reserve(segment.len().min(WORDS_RESERVED));
-        let mut encoded = segment.len();
+        let encoded;
         let text = match &self.words {
             WordRule::Pattern(splitter) => {
                 let split = splitter.split(segment.as_bytes(), until, words);
@@ -285,9 +285,11 @@ impl BpeEncoder {
                 segment
             }
             WordRule::Blanks { boundary, .. } => {
+                encoded = self.end_at_blank(segment, until)?;
                 text.clear();
                 text.extend((lead == SegmentLead::Blank).then_some(BLANK));
-                text.extend(segment.chars().map(|c| if c == ' ' { BLANK } else { c }));
+                let part = segment[..encoded].chars();
+                text.extend(part.map(|c| if c == ' ' { BLANK } else { c }));
                 split_at_blanks(text, *boundary, words);
                 text
             }
@@ -312,6 +314,20 @@ impl BpeEncoder {
             }
         }
         Ok(encoded)
+    }
+
+    /// The first end of a word at `until` or later, in a segment that is split at blanks. A word
+    /// without an end near is refused before its rest is looked at.
+    fn end_at_blank(&self, segment: &str, until: usize) -> Result<usize, TextEncodeError> {
+        let from = segment.ceil_char_boundary(until);
+        let window = segment.ceil_char_boundary(from + WORD_BYTES_MAX + 1);
+        let blanks = segment[from..window].match_indices([' ', BLANK]);
+        let mut blanks = blanks.map(|(at, _)| from + at);
+        match blanks.find(|at| self.is_seam(segment, *at)) {
+            Some(end) => Ok(end),
+            None if window < segment.len() => Err(TextEncodeError::LongWord),
+            None => Ok(segment.len()),
+        }
     }
 
     fn merge(&self, word: &[u8], ids: &mut Vec<u32>, scratch: &mut MergeScratch) {

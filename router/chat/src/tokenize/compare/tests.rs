@@ -172,6 +172,26 @@ fn long_texts_without_seams_have_the_references_ids() {
     }
 }
 
+/// Texts without such a place only at their start, or with several of them.
+#[test]
+fn text_behind_a_long_word_has_the_references_ids() {
+    for (name, tokenizer) in families() {
+        let is_sentence_piece = ["llama 2", "gemma"].contains(&name) || name.contains("metaspace");
+        if is_sentence_piece {
+            let word = "中1".repeat(16_350);
+            for blanks in [" ", "▁", "  ▁ "] {
+                let rest = format!("{blanks}a b{blanks}").repeat(1000);
+                let text = format!("{rest}{word}{rest}{word}{blanks}{word}{rest}");
+                for text in [&text, text.trim_start_matches([' ', '▁'])] {
+                    let ids = tokenizer.encode(text, SpecialTokens::Omit);
+                    let expected = expected(&tokenizer, text, SpecialTokens::Omit);
+                    assert!(ids == Ok(expected), "{name} {blanks:?}");
+                }
+            }
+        }
+    }
+}
+
 /// DeepSeek's first pattern matches digits only.
 #[test]
 fn a_part_that_the_first_pattern_does_not_match_is_bounded() {

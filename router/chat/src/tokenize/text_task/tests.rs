@@ -182,6 +182,30 @@ fn each_step_is_bounded_and_ends_at_the_limit_of_tokens() {
     assert!(steps > 10 && left > text.len() / 2, "{steps} {left}");
 }
 
+/// A long word where a segment may end once made one step of all text behind it.
+#[test]
+fn a_step_ends_behind_a_long_word() {
+    let tokenizer = changed("tiny_sp", |_| {});
+    let start = "b ".repeat(100) + &"x".repeat(65_400);
+    let text = start.clone() + &" a".repeat(500_000);
+    let mut task = tokenizer.task(&text, SpecialTokens::Omit);
+    assert_eq!(task.step(&tokenizer, 1), Ok(TaskState::More));
+    assert_eq!(task.bytes_left(), text.len() - start.len());
+    let mut left = task.bytes_left();
+    while task.step(&tokenizer, 4096) == Ok(TaskState::More) {
+        let encoded = left - task.bytes_left();
+        assert!((4096..=4096 + (16 << 10)).contains(&encoded), "{encoded}");
+        left = task.bytes_left();
+    }
+    // Its word and the blank before it.
+    let longest = "b ".repeat(100) + &"x".repeat((64 << 10) - 3);
+    for (longer, refused) in [("", None), ("x", Some(TextEncodeError::LongWord))] {
+        let text = format!("{longest}{longer} {}", "a ".repeat(500_000));
+        let mut task = tokenizer.task(&text, SpecialTokens::Omit);
+        assert_eq!(task.step(&tokenizer, 1).err(), refused);
+    }
+}
+
 #[test]
 fn a_word_without_end_is_refused_at_once() {
     for name in ["tiny", "tiny_sp"] {
