@@ -1,10 +1,10 @@
 //! The fuzz targets' bodies, which the corpus test runs as well.
 #![allow(dead_code, reason = "each user of this file runs one of the functions")]
 
-use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use warmroute_chat::openai::{
     PromptList, PromptRoute, PromptSource, SpecialTokens, SseEvent, SseSplitter, StreamObserver,
@@ -212,8 +212,8 @@ const FRAGMENTS: [&str; 80] = [
 const SOURCE_BYTES_MAX: usize = 4 << 10;
 const LOOPS_MAX: usize = 5;
 
-/// Many writes of a template that prints lists: it ends there.
-const WRITES_MAX: usize = 1 << 20;
+/// Many outputs and turns of a template that prints lists: it ends there.
+const ASKED_MAX: usize = 1 << 20;
 
 /// A loop of more instructions than a short rendering may execute. It uses no name that a template
 /// may have given another value.
@@ -248,16 +248,15 @@ fn render_short(source: &str) -> Option<Result<String, RenderError>> {
     let PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat is a chat")
     };
-    let writes = Cell::new(0);
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
     let limits = RenderLimits {
         bound: RenderBound::Short,
-        is_cancelled: &|| {
-            writes.set(writes.get() + 1);
-            writes.get() > WRITES_MAX
-        },
+        is_cancelled: Arc::new(move || count.fetch_add(1, Ordering::Relaxed) >= ASKED_MAX),
     };
     let text = templates.render_within(parts, CivilTime::from_unix(1_772_874_302), limits);
-    assert!(writes.get() <= WRITES_MAX + 1, "it goes on after its end");
+    let asked = asked.load(Ordering::Relaxed);
+    assert!(asked <= ASKED_MAX + 1, "it goes on after its end");
     Some(text)
 }
 

@@ -8,9 +8,11 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use warmroute_chat::openai::{PromptRoute, PromptSource, parse};
-use warmroute_chat::tokenize::{ChatTemplates, CivilTime, RenderError};
+use warmroute_chat::tokenize::{ChatTemplates, CivilTime, RenderBound, RenderError, RenderLimits};
 
 /// The most members that are accepted.
 const MEMBERS_MAX: usize = 1024;
@@ -182,4 +184,74 @@ fn printed_json_takes_no_more_memory_than_is_charged() {
     // What real tools take is printed.
     assert!(render(90_000, 2).unwrap().len() > 90_000 * 30);
     assert!(render(900, DEPTH).unwrap().len() > 900 * 400);
+}
+
+/// So many system messages of 89 bytes, rendered until the text is no longer wanted: at the call of
+/// that number.
+fn render_systems(
+    source: &str,
+    messages: usize,
+    bound: RenderBound,
+    ends: usize,
+) -> (Result<String, RenderError>, Cost) {
+    let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
+    let templates = ChatTemplates::single(source.to_owned(), tokens).unwrap();
+    let message = format!(r#"{{"role":"system","content":"{}"}}"#, "x".repeat(89));
+    let body = format!(r#"{{"messages":[{}]}}"#, vec![message; messages].join(","));
+    let request = parse(PromptRoute::ChatCompletions, body.as_bytes()).unwrap();
+    let PromptSource::Chat(parts) = &request.prompt else {
+        panic!("a chat is a chat")
+    };
+    let asked = AtomicUsize::new(0);
+    let limits = RenderLimits {
+        bound,
+        is_cancelled: Arc::new(move || asked.fetch_add(1, Ordering::Relaxed) + 1 >= ends),
+    };
+    let before = COST.get();
+    let text = templates.render_within(parts, CivilTime::from_unix(0), limits);
+    (text, COST.get().since(before))
+}
+
+/// Each copies all of the text so far in a loop over the messages, which prints nothing.
+const GROWING: [&str; 4] = [
+    include_str!("../testdata/templates/deepseek.jinja"),
+    "{% set n = namespace(t='') %}{% for m in messages %}{% set n.t = n.t ~ m.content %}{% endfor %}",
+    "{% set n = namespace(t='') %}{% for m in messages %}{% set n.t %}{{ n.t }}{{ m.content }}\
+     {% endset %}{% endfor %}",
+    "{% set n = namespace(t='') %}{% for m in messages %}{% set n.t = [n.t, m.content] | join %}\
+     {% endfor %}",
+];
+
+#[test]
+fn a_text_that_grows_with_each_message_ends_at_a_bound_of_bytes() {
+    for source in GROWING {
+        for (bound, messages, bytes_max) in [
+            (RenderBound::Short, 1_000, 64 << 20),
+            (RenderBound::Long, 8_000, 1 << 30),
+        ] {
+            let (text, cost) = render_systems(source, messages, bound, usize::MAX);
+            println!("{messages} messages: {cost:?}");
+            assert_eq!(text, Err(RenderError::TooLong), "{source}");
+            assert!(cost.bytes < bytes_max, "{cost:?}: {source}");
+        }
+        let (text, _) = render_systems(source, 200, RenderBound::Short, usize::MAX);
+        assert!(text.is_ok(), "{text:?}: {source}");
+    }
+}
+
+#[test]
+fn a_text_that_is_no_longer_wanted_ends_in_the_next_turn_of_a_loop() {
+    let only_loop = "{% for m in messages %}{% if m.role == 'user' %}{% endif %}{% endfor %}";
+    for source in GROWING.into_iter().chain([only_loop]) {
+        let ended = render_systems(source, 2_000, RenderBound::Long, 10);
+        let (first, _) = render_systems(source, 2_000, RenderBound::Long, 1);
+        println!("{:?}", ended.1);
+        assert!(
+            matches!(ended.0, Err(RenderError::Template(_))),
+            "{ended:?}"
+        );
+        assert!(matches!(first, Err(RenderError::Template(_))), "{first:?}");
+        // Reading the body takes most of it.
+        assert!(ended.1.bytes < 4 << 20, "{ended:?}: {source}");
+    }
 }

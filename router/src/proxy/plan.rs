@@ -22,8 +22,8 @@ use crate::route::{CacheReads, Policy, Prompt, SessionKey};
 use crate::settings::{CompletionPrompts, MultimodalRule, ResumeRule};
 use crate::tenants::TenantVisit;
 use crate::tokenize::{
-    CacheScope, CivilTime, RenderBound, RenderError, RenderLimits, TaskState, TextEncodeError,
-    TextTask, Tokenizer,
+    CacheScope, CivilTime, IsCancelled, RenderBound, RenderError, RenderLimits, TaskState,
+    TextEncodeError, TextTask, Tokenizer,
 };
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
@@ -105,18 +105,18 @@ pub(super) struct TextSample {
 pub(super) struct WorkLimits<'w> {
     /// `None`: the prompt is small, and the thread is one of requests.
     pub budget: Option<&'w BodyBudget>,
-    pub is_cancelled: &'w dyn Fn() -> bool,
+    pub is_cancelled: IsCancelled,
 }
 
 impl WorkLimits<'_> {
-    fn of_rendering(&self) -> RenderLimits<'_> {
+    fn of_rendering(&self) -> RenderLimits {
         let bound = match self.budget {
             Some(_) => RenderBound::Long,
             None => RenderBound::Short,
         };
         RenderLimits {
             bound,
-            is_cancelled: self.is_cancelled,
+            is_cancelled: Arc::clone(&self.is_cancelled),
         }
     }
 }
@@ -209,7 +209,7 @@ pub(super) fn plan(
 ) -> Result<Plan, ProxyError> {
     let limits = WorkLimits {
         budget: None,
-        is_cancelled: &|| false,
+        is_cancelled: Arc::new(|| false),
     };
     match begin(route, body, inputs, &limits)? {
         Planning::Ready(plan) => Ok(*plan),

@@ -1,5 +1,7 @@
 //! The jobs of the prompt threads: plans of large requests, and comparisons of the two encoders.
 
+use std::sync::Arc;
+
 use tokio::sync::oneshot;
 
 use super::body::{BodyBudget, BufferedBody};
@@ -30,7 +32,8 @@ pub(super) struct PlanJob {
     budget: BodyBudget,
     encoding: Option<Box<PlanEncoding>>,
     rendering: Rendering,
-    planned: Option<oneshot::Sender<Result<Plan, ProxyError>>>,
+    /// Shared with a rendering while it runs.
+    planned: Option<Arc<oneshot::Sender<Result<Plan, ProxyError>>>>,
 }
 
 impl PlanJob {
@@ -49,7 +52,7 @@ impl PlanJob {
             budget,
             encoding: None,
             rendering,
-            planned: Some(planned),
+            planned: Some(Arc::new(planned)),
         };
         (job, receiver)
     }
@@ -59,9 +62,10 @@ impl PlanJob {
         if let Some(encoding) = &mut self.encoding {
             return encoding.step(&self.inputs, STEP_BYTES);
         }
+        let planned = Arc::clone(planned);
         let limits = WorkLimits {
             budget: Some(&self.budget),
-            is_cancelled: &|| planned.is_closed(),
+            is_cancelled: Arc::new(move || planned.is_closed()),
         };
         match plan::begin(self.route, &self.body.bytes, &self.inputs, &limits) {
             Ok(Planning::Ready(plan)) => Some(Ok(*plan)),
@@ -76,7 +80,11 @@ impl PlanJob {
 
 impl PromptJob for PlanJob {
     fn step(&mut self) -> TaskState {
-        if self.planned.as_ref().is_none_or(oneshot::Sender::is_closed) {
+        if self
+            .planned
+            .as_ref()
+            .is_none_or(|planned| planned.is_closed())
+        {
             return TaskState::Done;
         }
         match (self.next(), self.planned.take()) {
@@ -86,6 +94,7 @@ impl PromptJob for PlanJob {
             }
             (Some(result), planned) => {
                 // A client that has gone in between needs no plan.
+                let planned = planned.and_then(Arc::into_inner);
                 planned.map(|planned| planned.send(result).ok());
                 TaskState::Done
             }

@@ -36,8 +36,8 @@ pub use content_format::ContentFormat;
 pub use python::CivilTime;
 pub use segment_cache::{CacheScope, SegmentCacheStats};
 pub use template::{
-    ChatTemplates, RenderBound, RenderError, RenderLimits, TemplateError, TemplateRules,
-    UnusedTools,
+    ChatTemplates, IsCancelled, RenderBound, RenderError, RenderLimits, TemplateError,
+    TemplateRules, UnusedTools,
 };
 pub use text_task::{TaskState, TextTask};
 

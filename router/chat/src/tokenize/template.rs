@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind};
@@ -10,7 +11,7 @@ use minijinja::{Environment, ErrorKind};
 use super::content_format::{ContentFormat, detect};
 use super::kwargs::{self, TemplateKwargs};
 use super::messages::{self, member};
-use super::python::{self, CivilTime};
+use super::python::{self, CivilTime, RenderBounds};
 use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 
 /// Bytes of a rendered chat. The largest bodies that engines accept are smaller.
@@ -19,6 +20,13 @@ const TEXT_BYTES_MAX: usize = 64 << 20;
 /// than a prompt is charged. JSON of tools that a template prints with indentation has about two.
 const TEXT_OF_BYTE_MAX: usize = 3;
 const TEXT_BYTES_ALLOWED: usize = 1 << 20;
+/// Bytes that a template's assignments may copy for each byte of a chat's JSON, beside a fixed number:
+/// some tens of milliseconds. A template that appends each system message to one text copies that
+/// text at each: 1,000 messages of 100 bytes take 100 MB.
+const COPIES_OF_BYTE_MAX: usize = 64;
+const COPIES_ALLOWED: usize = 128 << 20;
+/// Such bytes of a short rendering: about a millisecond.
+const SHORT_COPIES_MAX: usize = 8 << 20;
 /// Room for what a template adds to a short chat, so that its text is not moved.
 const TEMPLATE_BYTES: usize = 1 << 10;
 const DEFAULT: &str = "default";
@@ -41,7 +49,7 @@ pub enum RenderError {
     Unsupported(&'static str),
     #[error("`{name}` has more than {max} members")]
     TooManyMembers { name: &'static str, max: usize },
-    #[error("the template executes too many instructions")]
+    #[error("the template executes too many instructions or copies too much")]
     TooLong,
     /// The template raised an error or wrote too much.
     #[error("the template failed: {0}")]
@@ -57,12 +65,36 @@ pub enum RenderBound {
     Long,
 }
 
+/// Whether a text is no longer wanted.
+pub type IsCancelled = Arc<dyn Fn() -> bool + Send + Sync>;
+
 /// What ends a rendering.
-#[derive(Clone, Copy)]
-pub struct RenderLimits<'l> {
+#[derive(Clone)]
+pub struct RenderLimits {
     pub bound: RenderBound,
-    /// Asked at each output.
-    pub is_cancelled: &'l dyn Fn() -> bool,
+    /// Asked at each output, assignment and turn of a loop.
+    pub is_cancelled: IsCancelled,
+}
+
+impl RenderLimits {
+    /// For a chat with so many bytes of JSON.
+    fn of_chat(&self, bytes: usize) -> RenderBounds {
+        let text_bytes_max = bytes.saturating_mul(TEXT_OF_BYTE_MAX);
+        let text_bytes_max = text_bytes_max.saturating_add(TEXT_BYTES_ALLOWED);
+        let (fuel, copies_max) = match self.bound {
+            RenderBound::Short => (python::SHORT_FUEL, SHORT_COPIES_MAX),
+            RenderBound::Long => {
+                let of_bytes = bytes.saturating_mul(COPIES_OF_BYTE_MAX);
+                (python::FUEL, COPIES_ALLOWED.saturating_add(of_bytes))
+            }
+        };
+        RenderBounds {
+            fuel,
+            text_bytes_max: text_bytes_max.min(TEXT_BYTES_MAX),
+            copies_max,
+            is_cancelled: Arc::clone(&self.is_cancelled),
+        }
+    }
 }
 
 /// A template cannot be compiled. The name of a single template is `default`.
@@ -147,7 +179,8 @@ impl ChatTemplates {
                 mentions_effort: source.contains(THINKING) || source.contains("reasoning_effort"),
             };
             has_generation_tags |= plain != source;
-            let prepared = python::without_printed_sums(&plain).into_owned();
+            let prepared = python::without_printed_sums(&plain);
+            let prepared = python::with_meters(&prepared).into_owned();
             env.add_template_owned(name.clone(), prepared)
                 .map_err(|error| failed(&name, error))?;
             traits.insert(name, found);
@@ -199,7 +232,7 @@ impl ChatTemplates {
     pub fn render(&self, chat: &ChatParts<'_>, now: CivilTime) -> Result<String, RenderError> {
         let limits = RenderLimits {
             bound: RenderBound::Long,
-            is_cancelled: &|| false,
+            is_cancelled: Arc::new(|| false),
         };
         self.render_within(chat, now, limits)
     }
@@ -209,7 +242,7 @@ impl ChatTemplates {
         &self,
         chat: &ChatParts<'_>,
         now: CivilTime,
-        limits: RenderLimits<'_>,
+        limits: RenderLimits,
     ) -> Result<String, RenderError> {
         if chat.ending == ChatEnding::Contradiction {
             return Err(RenderError::Invalid("continue_final_message"));
@@ -238,20 +271,13 @@ impl ChatTemplates {
             }
         };
         let context = self.context(chat.ending, conversation, arguments, now);
-        let bytes = chat.bytes();
-        let bytes_max = bytes.saturating_mul(TEXT_OF_BYTE_MAX);
-        let bytes_max = bytes_max.saturating_add(TEXT_BYTES_ALLOWED);
+        let bounds = limits.of_chat(chat.bytes());
         let out = BoundedText {
-            bytes: Vec::with_capacity(bytes + TEMPLATE_BYTES),
-            bytes_max: bytes_max.min(TEXT_BYTES_MAX),
+            bytes: Vec::with_capacity(chat.bytes() + TEMPLATE_BYTES),
+            bytes_max: bounds.text_bytes_max,
             is_cancelled: limits.is_cancelled,
         };
-        let fuel = match limits.bound {
-            RenderBound::Short => python::SHORT_FUEL,
-            RenderBound::Long => python::FUEL,
-        };
-        let env = python::with_bounds(&self.env, fuel, out.bytes_max);
-        let text = run(&env, name, context, out)?;
+        let text = run(&bounds.apply(&self.env), name, context, out)?;
         match continued {
             None => Ok(text),
             Some(last) => cut_at_tag(text, &last),
@@ -296,7 +322,7 @@ fn run(
     env: &Environment<'_>,
     name: &str,
     context: Value,
-    mut out: BoundedText<'_>,
+    mut out: BoundedText,
 ) -> Result<String, RenderError> {
     let failed = |error: minijinja::Error| {
         if is_out_of_fuel(&error) {
@@ -336,13 +362,13 @@ fn wants_system_first(env: &Environment<'_>) -> bool {
 }
 
 /// A writer that fails beyond its bound, or when the text is no longer wanted.
-struct BoundedText<'c> {
+struct BoundedText {
     bytes: Vec<u8>,
     bytes_max: usize,
-    is_cancelled: &'c dyn Fn() -> bool,
+    is_cancelled: IsCancelled,
 }
 
-impl io::Write for BoundedText<'_> {
+impl io::Write for BoundedText {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() > self.bytes_max - self.bytes.len() {
             return Err(io::Error::from(io::ErrorKind::FileTooLarge));

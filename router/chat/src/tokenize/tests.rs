@@ -275,7 +275,7 @@ fn a_template_that_executes_many_instructions_ends_within_its_bound() {
             panic!("a chat")
         };
         let render = |bound| {
-            let is_cancelled = &|| false;
+            let is_cancelled: IsCancelled = std::sync::Arc::new(|| false);
             let limits = RenderLimits {
                 bound,
                 is_cancelled,

@@ -159,7 +159,7 @@ async fn a_prompt_for_a_forbidden_model_is_not_encoded() {
     };
     let limits = WorkLimits {
         budget: None,
-        is_cancelled: &|| false,
+        is_cancelled: Arc::new(|| false),
     };
     let body = chat("hello");
     let planning = begin(
@@ -444,7 +444,7 @@ fn prompt_work_is_charged_to_the_budget_of_bodies() {
     let begun = |budget: &BodyBudget| {
         let limits = WorkLimits {
             budget: Some(budget),
-            is_cancelled: &|| false,
+            is_cancelled: Arc::new(|| false),
         };
         begin(
             PromptRoute::ChatCompletions,
@@ -486,7 +486,7 @@ fn a_conversion_to_a_chat_is_charged_to_the_budget_of_bodies() {
         let why = |budget: &BodyBudget| {
             let limits = WorkLimits {
                 budget: Some(budget),
-                is_cancelled: &|| false,
+                is_cancelled: Arc::new(|| false),
             };
             match begin(route, body.as_bytes(), &inputs, &limits).unwrap() {
                 Planning::Ready(plan) => plan.unhashed,
@@ -508,7 +508,7 @@ fn a_step_of_the_reference_encoder_is_charged() {
     let encoded = |budget: &BodyBudget| {
         let limits = WorkLimits {
             budget: Some(budget),
-            is_cancelled: &|| false,
+            is_cancelled: Arc::new(|| false),
         };
         let route = PromptRoute::ChatCompletions;
         let begun = begin(route, body.as_bytes(), &inputs, &limits).unwrap();
@@ -551,7 +551,7 @@ fn token_ids_are_charged_to_the_budget_of_bodies() {
         let why = |budget: &BodyBudget| {
             let limits = WorkLimits {
                 budget: Some(budget),
-                is_cancelled: &|| false,
+                is_cancelled: Arc::new(|| false),
             };
             let begun = begin(PromptRoute::Completions, body.as_bytes(), &inputs, &limits);
             match begun.unwrap() {
@@ -610,7 +610,7 @@ async fn work_ends_when_the_client_has_gone() {
     let body = chat(&"word ".repeat(100_000));
     let is_gone = WorkLimits {
         budget: None,
-        is_cancelled: &|| true,
+        is_cancelled: Arc::new(|| true),
     };
     let planning = begin(
         PromptRoute::ChatCompletions,

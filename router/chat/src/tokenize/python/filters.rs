@@ -3,7 +3,7 @@
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, Error, State};
 
-use super::bounds::RenderBounds;
+use super::bounds::text_bytes_max;
 use super::print::{Notation, PrintStyle, dumps, is_float, str_of};
 use super::{invalid, text};
 
@@ -94,7 +94,7 @@ fn to_json(
         sort_keys: is_true(option("sort_keys")?),
     };
     options.assert_all_used()?;
-    dumps(value, &style, RenderBounds::of(state)?.text_bytes_max)
+    dumps(value, &style, text_bytes_max(state)?)
 }
 
 /// Widths come from templates; the bound keeps a mistake from filling memory.

@@ -19,7 +19,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior};
 
-pub(super) use bounds::with_bounds;
+pub(super) use bounds::{RenderBounds, with_meters};
 pub(super) use generation::without_generation_tags;
 pub use strftime::CivilTime;
 pub(super) use sums::without_printed_sums;
@@ -40,7 +40,6 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     env.set_undefined_behavior(UndefinedBehavior::Lenient);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_recursion_limit(RECURSION_MAX);
-    env.set_fuel(Some(FUEL));
     env.set_debug(false);
     env.set_unknown_method_callback(methods::call);
     env.set_formatter(|out, _state, value| print::write_str_of(out, value));

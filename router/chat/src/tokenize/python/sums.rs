@@ -23,7 +23,7 @@ pub(super) fn register(env: &mut Environment<'static>) {
     });
 }
 
-type PlacedToken<'t> = (Token<'t>, Range<usize>);
+pub(super) type PlacedToken<'t> = (Token<'t>, Range<usize>);
 
 /// The template with `{{ 'a' }}{{ b | text_of_sum }}` for each `{{ 'a' + b }}`. A sum that begins
 /// with a text is one of texts, or fails.
@@ -102,14 +102,14 @@ fn sum_parts(tokens: &[PlacedToken<'_>]) -> Option<Vec<SumPart>> {
     is_sum.then_some(parts)
 }
 
-const fn opens(token: &Token<'_>) -> bool {
+pub(super) const fn opens(token: &Token<'_>) -> bool {
     matches!(
         token,
         Token::ParenOpen | Token::BracketOpen | Token::BraceOpen
     )
 }
 
-const fn closes(token: &Token<'_>) -> bool {
+pub(super) const fn closes(token: &Token<'_>) -> bool {
     matches!(
         token,
         Token::ParenClose | Token::BracketClose | Token::BraceClose
