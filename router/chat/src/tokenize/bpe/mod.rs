@@ -6,6 +6,7 @@
 //! part of a text between two seams, and does bounded work for each byte.
 
 mod automaton;
+mod case_folds;
 mod char_classes;
 mod merge;
 mod pattern;

@@ -28,7 +28,12 @@ pub(super) enum Presence {
 pub(super) struct Pattern {
     pub alternatives: Vec<Vec<Node>>,
     pub sets: Vec<String>,
+    /// What is matched without regard to case: each two or three sets next to each other.
+    pub caseless: Vec<String>,
 }
+
+/// The begin of a group or set that is matched without regard to case.
+pub(super) const CASELESS: &str = "(?i:";
 
 /// How letters are matched.
 #[derive(Clone, Copy)]
@@ -40,6 +45,7 @@ enum LetterCase {
 struct PatternReader<'p> {
     rest: &'p str,
     sets: Vec<String>,
+    caseless: Vec<String>,
 }
 
 /// Reads an expression; `None` if it has other elements.
@@ -47,6 +53,7 @@ pub(super) fn read(expression: &str) -> Option<Pattern> {
     let mut reader = PatternReader {
         rest: expression,
         sets: Vec::new(),
+        caseless: Vec::new(),
     };
     let alternatives = reader.alternatives(LetterCase::Exact)?;
     let matches_text = |alternative: &Vec<Node>| {
@@ -60,6 +67,7 @@ pub(super) fn read(expression: &str) -> Option<Pattern> {
     is_read.then_some(Pattern {
         alternatives,
         sets: reader.sets,
+        caseless: reader.caseless,
     })
 }
 
@@ -95,7 +103,7 @@ impl PatternReader<'_> {
             let set = self.set(case)?;
             return self.take(")").then_some(Node::NotAhead(set));
         }
-        let inner = if self.take("(?i:") {
+        let inner = if self.take(CASELESS) {
             Some(LetterCase::Ignored)
         } else if self.take("(?:") {
             Some(case)
@@ -107,6 +115,11 @@ impl PatternReader<'_> {
             let is_flat = |node: &Node| matches!(node, Node::Repeat { .. });
             if !self.take(")") || !alternatives.iter().flatten().all(is_flat) {
                 return None;
+            }
+            if matches!(inner, LetterCase::Ignored) {
+                for nodes in &alternatives {
+                    self.add_caseless(nodes)?;
+                }
             }
             let presence = if self.take("?") {
                 Presence::Optional
@@ -121,6 +134,27 @@ impl PatternReader<'_> {
         let set = self.set(case)?;
         let (min, max) = self.bounds()?;
         Some(Node::Repeat { set, min, max })
+    }
+
+    /// Repetitions are not read here: whether the engine joins repeated letters is not known.
+    fn add_caseless(&mut self, nodes: &[Node]) -> Option<()> {
+        let set = |node: &Node| match node {
+            Node::Repeat {
+                set,
+                min: 1,
+                max: 1,
+            } => Some(
+                self.sets[*set]
+                    .strip_prefix(CASELESS)?
+                    .strip_suffix(')')?
+                    .to_owned(),
+            ),
+            Node::Repeat { .. } | Node::NotAhead(_) | Node::Group { .. } => None,
+        };
+        let sets: Vec<String> = nodes.iter().map(set).collect::<Option<_>>()?;
+        let sequences = [2, 3].into_iter().flat_map(|length| sets.windows(length));
+        self.caseless.extend(sequences.map(<[String]>::concat));
+        Some(())
     }
 
     /// The bounds of a repetition. Possessive and lazy ones are not read.
@@ -163,7 +197,7 @@ impl PatternReader<'_> {
         self.rest = rest;
         let set = match case {
             LetterCase::Exact => set.to_owned(),
-            LetterCase::Ignored => format!("(?i:{set})"),
+            LetterCase::Ignored => format!("{CASELESS}{set})"),
         };
         let known = self.sets.iter().position(|known| *known == set);
         Some(known.unwrap_or_else(|| {
@@ -216,11 +250,13 @@ mod tests {
             "a.",
             "[a",
             "\\p{L",
+            "(?i:s{2})",
         ] {
             assert!(read(expression).is_none(), "{expression}");
         }
         let pattern = read("(?i:'s|'ll)|\\p{N}{1,3}|[^\\s\\p{L}]+[\\r\\n]*|\\s+(?!\\S)").unwrap();
         assert_eq!(pattern.alternatives.len(), 4);
         assert_eq!(pattern.sets[..3], ["(?i:')", "(?i:s)", "(?i:l)"]);
+        assert_eq!(pattern.caseless, ["'s", "'l", "ll", "'ll"]);
     }
 }

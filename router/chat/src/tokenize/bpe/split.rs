@@ -10,6 +10,7 @@
 use serde_json::Value;
 
 use super::automaton::{PatternMatch, WordAutomaton};
+use super::case_folds;
 use super::char_classes::{CharClasses, ClassMask};
 use super::pattern::{self, Node, Presence};
 
@@ -78,6 +79,9 @@ impl PatternSplitter {
         let mut patterns = Vec::new();
         for expression in expressions {
             let pattern = pattern::read(expression)?;
+            if !case_folds::are_single(&pattern)? {
+                return None;
+            }
             let places = pattern.sets.into_iter().map(|set| {
                 let known = sets.iter().position(|known| *known == set);
                 known.unwrap_or_else(|| {

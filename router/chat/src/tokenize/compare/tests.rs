@@ -207,6 +207,29 @@ fn a_part_that_the_first_pattern_does_not_match_is_bounded() {
     }
 }
 
+/// Without regard to case, `st` is also one character.
+#[test]
+fn the_reference_encodes_if_letters_fold_to_one() {
+    for (end, encoder) in [
+        ("(?:st|nd|rd|th)?", EncoderKind::Own),
+        ("(?i:nd|rd)?", EncoderKind::Own),
+        ("(?i:st|nd|rd|th)?", EncoderKind::Reference),
+        ("(?i:ß)?", EncoderKind::Reference),
+    ] {
+        let pattern = format!(r"\p{{N}}+{end}|[^\p{{N}}]+");
+        let tokenizer = byte_level(&[&pattern], "", false);
+        assert_eq!(tokenizer.encoder(), encoder, "{end}");
+        for text in ["1ﬆ 1st 2ND", "3ẗ ẞ1 1ss 1ß"] {
+            let ids = tokenizer.encode(text, SpecialTokens::Omit).unwrap();
+            assert_eq!(
+                ids,
+                expected(&tokenizer, text, SpecialTokens::Omit),
+                "{end}"
+            );
+        }
+    }
+}
+
 /// A pattern that looks at all digits for each of them.
 #[test]
 fn a_text_that_takes_a_pattern_too_long_is_refused() {

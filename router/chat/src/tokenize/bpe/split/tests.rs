@@ -35,6 +35,33 @@ fn seams_are_where_no_match_and_no_lookahead_can_cross() {
     assert!(!is_seam(&partial, "1!") && is_seam(&partial, "1a"));
 }
 
+/// With each character at each place of a contraction, and alone. The engine takes `ſ` for `s`.
+#[test]
+fn contractions_are_the_engines_with_every_character() {
+    for contractions in ["(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)"] {
+        let own = PatternSplitter::of_expressions(&[contractions]).unwrap();
+        let engine = tokenizers::utils::SysRegex::new(contractions).unwrap();
+        for plane in 0..0x11_u32 {
+            let codes = plane << 16..(plane + 1) << 16;
+            let text = codes
+                .filter_map(char::from_u32)
+                .map(|c| format!("{c} '{c}s '{c} '{c}l 'l{c} 'r{c} '{c}e 'v{c} {c}s {c}ll 'm\n"));
+            let text: String = text.collect();
+            let mut words = Vec::new();
+            own.split(text.as_bytes(), text.len(), &mut words).unwrap();
+            let mut expected = Vec::new();
+            let mut last = 0;
+            for (start, end) in engine.find_iter(&text) {
+                expected.extend((start > last).then_some((last as u32, start as u32)));
+                expected.push((start as u32, end as u32));
+                last = end;
+            }
+            expected.extend((last < text.len()).then_some((last as u32, text.len() as u32)));
+            assert!(words == expected, "{contractions}, plane {plane}");
+        }
+    }
+}
+
 /// The first alternative looks for a sign behind all digits, which took a text of digits the square
 /// of its length.
 #[test]
