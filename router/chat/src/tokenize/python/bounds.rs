@@ -237,7 +237,8 @@ mod tests {
         let env = super::super::environment().expect("an environment");
         for source in [
             "{% for a in [1, 2] %}\n  {% set b = a + 1 %}\n {{ b }}\n{% else %}x{% endfor %}\n.",
-            "a\n  {%- for a in 'xy' -%}  {{ a }}  {%- endfor +%}\nb {% for a in [] +%}\n{% else %}e{% endfor %}",
+            "a\n  {%- for a in 'xy' -%}  {{ a }}  {%- endfor +%}\n\
+             b {% for a in [] +%}\n{% else %}e{% endfor %}",
             "{% set a %} x\n{% endset %}{{ a }}{% set a | upper %}y{% endset %}{{ a }}",
             "{% set a, b = 'x' ~ 1, [2] + [3] %}{{ a }}{{ b }}",
             "{% set a = missing | default(none) if false %}{{ a is undefined }}",
