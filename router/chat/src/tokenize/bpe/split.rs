@@ -22,8 +22,8 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 pub(in crate::tokenize) const UNMATCHED_BYTES_MAX: usize = 512 << 10;
 
 /// Text that attempts to match may look at behind their matches, for each byte of the part that is
-/// split, and in addition. Patterns of models need a few bytes; one such as `\d+%|\d` looks at all
-/// digits for each of them.
+/// split, and in addition. Patterns of models need a few bytes, and after a line's end the blanks up
+/// to the longest word. One such as `\d+%|\d` looks at all digits for each of them.
 const SEEN_OF_BYTE_MAX: usize = 64;
 const SEEN_BYTES_MAX: usize = 64 << 10;
 

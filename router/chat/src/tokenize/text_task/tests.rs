@@ -219,6 +219,15 @@ fn a_word_without_end_is_refused_at_once() {
     }
 }
 
+/// After a line's end `\s*[\r\n]+` looks at all blanks, which are then a word of their own.
+#[test]
+fn the_longest_run_of_blanks_after_a_line_is_encoded() {
+    let tokenizer = changed("tiny", |_| {});
+    let text = format!("\n{}x", " ".repeat((64 << 10) + 1));
+    let ids = tokenizer.encode(&text, SpecialTokens::Omit);
+    assert!(ids == Ok(expected(&tokenizer, &text, SpecialTokens::Omit)));
+}
+
 /// Normalization holds a whole run of marks in memory, and sorts it in one step.
 #[test]
 fn a_run_of_marks_without_end_is_refused() {
