@@ -294,9 +294,9 @@ impl Handle {
     #[must_use]
     pub fn holders(&self, query: &HolderQuery) -> HolderAnswer {
         let prepared = query::PreparedQuery::of_blocks(&query.blocks);
-        let holders = prepared.holders(&self.shared.read(), query.known, now());
+        let holders = prepared.holders(&self.shared.read(), query.known, query.from, now());
         let (answer, outcome) = match holders {
-            Some(holders) => (holders.into_answer(query.from), QueryOutcome::Answered),
+            Some(holders) => (holders.into_answer(), QueryOutcome::Answered),
             None => (HolderAnswer::Behind, QueryOutcome::Behind),
         };
         self.shared.metrics.queries.inc(outcome);

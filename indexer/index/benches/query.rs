@@ -147,9 +147,9 @@ fn measure(sources: u32, holding: &str, blocks_of: impl Fn(u32) -> Vec<LocalHash
     let mut locked = Vec::new();
     let whole = timed(QUERIES, || {
         let begun = Instant::now();
-        let holders = query.holders(&fleet.fold, known, fleet.now).unwrap();
+        let holders = query.holders(&fleet.fold, known, RosterNumber(0), fleet.now);
         locked.push(begun.elapsed());
-        let answer = holders.into_answer(RosterNumber(0));
+        let answer = holders.unwrap().into_answer();
         let taken = begun.elapsed();
         let HolderAnswer::Holders(part) = black_box(answer) else {
             panic!("behind");

@@ -112,9 +112,15 @@ impl PreparedQuery {
             .lookup_credit(&self.blocks, &self.chain, allowed)
     }
 
-    /// The holders of the prompt; `None` before the log is known.
+    /// The holders of the prompt from this number on; `None` before the log is known.
     #[must_use]
-    pub fn holders(&self, fold: &Fold, known: RosterPageRequest, now: Instant) -> Option<Holders> {
+    pub fn holders(
+        &self,
+        fold: &Fold,
+        known: RosterPageRequest,
+        from: RosterNumber,
+        now: Instant,
+    ) -> Option<Holders> {
         let log = fold.log()?;
         let roster = fold.roster_id();
         let read = (known.roster == roster).then_some(known.since);
@@ -125,7 +131,8 @@ impl PreparedQuery {
                 allowed[number.index()] = tiers;
             }
             let has_room = changes.len() < CHANGES_MAX && change_bytes < PART_BYTES_MAX;
-            if !has_room || read.is_none_or(|since| !standing.is_news(since)) {
+            let is_asked_for = standing.detail.source >= from;
+            if !is_asked_for || !has_room || read.is_none_or(|since| !standing.is_news(since)) {
                 return;
             }
             if let Some(source) = fold.source_of(standing.detail.source) {
@@ -142,7 +149,7 @@ impl PreparedQuery {
         fold.each_standing(now, |standing| {
             let number = standing.allowed.map(|(number, _)| number);
             let run = number.map_or_else(Tiers::default, |number| runs[number.index()]);
-            if run != Tiers::default() {
+            if run != Tiers::default() && standing.detail.source >= from {
                 holders.push(Holder {
                     run,
                     states: standing.status.states,
@@ -186,13 +193,10 @@ pub fn hold_answer(fold: &Fold, query: &HoldQuery, now: Instant) -> HoldAnswer {
 }
 
 impl Holders {
-    /// The answer for sources from this number on, as many as fit into [`PART_BYTES_MAX`]. Call it
-    /// without the lock.
+    /// As many as fit into [`PART_BYTES_MAX`]. Call it without the lock.
     #[must_use]
-    pub fn into_answer(self, from: RosterNumber) -> HolderAnswer {
-        let (mut holders, mut changes) = (self.holders, self.changes);
-        holders.retain(|holder| holder.detail.source >= from);
-        changes.retain(|row| row.number >= from);
+    pub fn into_answer(self) -> HolderAnswer {
+        let holders = self.holders;
         let mut covered = holders.len();
         loop {
             let grouped = grouped(&holders[..covered]);
@@ -206,7 +210,7 @@ impl Holders {
                     position: self.position,
                     groups,
                     details: details(&grouped, self.salt),
-                    changes,
+                    changes: self.changes,
                     next: holders.get(covered).map(|holder| holder.detail.source),
                 });
             }

@@ -15,9 +15,14 @@ fn part(answer: HolderAnswer) -> HolderPart {
 fn holders_of(world: &World, names: &str) -> HolderPart {
     let query = PreparedQuery::of_blocks(&locals(names));
     let holders = query
-        .holders(&world.fold, RosterPageRequest::default(), world.now)
+        .holders(
+            &world.fold,
+            RosterPageRequest::default(),
+            RosterNumber(0),
+            world.now,
+        )
         .unwrap();
-    part(holders.into_answer(RosterNumber(0)))
+    part(holders.into_answer())
 }
 
 /// The sources by their numbers.
@@ -110,10 +115,10 @@ proptest! {
                 }
             }
             let query = PreparedQuery::of_blocks(&locals("b"));
-            let Some(holders) = query.holders(&world.fold, known, world.now) else {
+            let Some(holders) = query.holders(&world.fold, known, RosterNumber(0), world.now) else {
                 continue;
             };
-            let changes = part(holders.into_answer(RosterNumber(0))).changes.into_iter();
+            let changes = part(holders.into_answer()).changes.into_iter();
             let mut read = rows.clone();
             read.extend(changes.map(|row| (row.source, row.status)));
             for of in world.ask("b") {
@@ -125,6 +130,24 @@ proptest! {
                 prop_assert_eq!(read.get(&of.source), Some(&Some(status)));
             }
         }
+    }
+}
+
+/// Each part of an answer has its own.
+#[test]
+fn the_bound_of_changes_counts_those_that_are_asked_for() {
+    let mut world = World::new();
+    let sources = CHANGES_MAX + 44;
+    for number in 0..sources {
+        world.publish(&format!("w{number}/0"), vec![stored("", "a", Tier::Gpu)]);
+    }
+    let query = PreparedQuery::of_blocks(&locals("a"));
+    for (from, changed) in [(0, CHANGES_MAX), (CHANGES_MAX, 44)] {
+        let from = RosterNumber(u32::try_from(from).unwrap());
+        let holders = query.holders(&world.fold, RosterPageRequest::default(), from, world.now);
+        let part = part(holders.unwrap().into_answer());
+        assert_eq!(part.changes.len(), changed);
+        assert!(part.changes.iter().all(|row| row.number >= from));
     }
 }
 
@@ -170,7 +193,7 @@ fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
 #[test]
 fn an_answer_of_8000_holders_takes_less_than_32_kib() {
     let check = |what: &str, run_of: fn(u32) -> u32| {
-        let answer = holders(8000, run_of).into_answer(RosterNumber(0));
+        let answer = holders(8000, run_of).into_answer();
         let bytes = codec::encode(&answer).unwrap().len();
         assert!(bytes <= 32 << 10, "{what}: {bytes}");
         assert_eq!(part(answer).next, None);
@@ -187,7 +210,9 @@ fn an_answer_of_8000_holders_takes_less_than_32_kib() {
 fn an_answer_that_is_too_long_comes_in_parts() {
     let (mut from, mut seen, mut parts) = (RosterNumber(0), Vec::new(), 0);
     loop {
-        let answer = holders(40_000, |number| number + 1).into_answer(from);
+        let mut rest = holders(40_000, |number| number + 1);
+        rest.holders.retain(|holder| holder.detail.source >= from);
+        let answer = rest.into_answer();
         assert!(codec::encode(&answer).unwrap().len() <= PART_BYTES_MAX + 4096);
         let part = part(answer);
         assert_eq!(part.details.len(), DETAILS_MAX);

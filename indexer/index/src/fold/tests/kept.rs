@@ -19,8 +19,8 @@ const STATES: [TierState; 5] = [
 
 fn part(world: &World, names: &str, known: RosterPageRequest) -> HolderPart {
     let query = PreparedQuery::of_blocks(&locals(names));
-    let holders = query.holders(&world.fold, known, world.now).unwrap();
-    match holders.into_answer(RosterNumber(0)) {
+    let holders = query.holders(&world.fold, known, RosterNumber(0), world.now);
+    match holders.unwrap().into_answer() {
         HolderAnswer::Holders(part) => part,
         HolderAnswer::Behind => panic!("behind"),
     }
