@@ -21,6 +21,7 @@ impl SourceId {
 pub struct SourceTable {
     ids: FxHashMap<Source, SourceId>,
     sources: Vec<Source>,
+    workers: FxHashMap<WorkerId, Vec<SourceId>>,
 }
 
 impl SourceTable {
@@ -31,6 +32,8 @@ impl SourceTable {
         }
         let id = SourceId(u32::try_from(self.sources.len()).unwrap_or(u32::MAX));
         self.sources.push(source.clone());
+        let of_worker = self.workers.entry(source.worker.clone());
+        of_worker.or_default().push(id);
         self.ids.insert(source.clone(), id);
         id
     }
@@ -42,9 +45,7 @@ impl SourceTable {
 
     /// The numbers of a worker's sources.
     pub fn of_worker(&self, worker: &WorkerId) -> impl Iterator<Item = SourceId> {
-        let all = (0..).map(SourceId).zip(&self.sources);
-        all.filter(|(_, source)| source.worker == *worker)
-            .map(|(id, _)| id)
+        self.workers.get(worker).into_iter().flatten().copied()
     }
 
     /// Number of different sources ever seen.
@@ -138,5 +139,7 @@ mod tests {
         assert_eq!(table.source(b), Some(&source("b")));
         let order: Vec<_> = table.in_order().into_iter().map(|(_, id)| id).collect();
         assert_eq!(order, [a, b]);
+        assert_eq!(table.of_worker(&"a".into()).collect::<Vec<_>>(), [a]);
+        assert_eq!(table.of_worker(&"c".into()).count(), 0);
     }
 }
