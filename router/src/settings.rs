@@ -46,7 +46,8 @@ pub use workers::WorkerRule;
 /// overlay file systems do not have.
 const CHECK_PERIOD: Duration = Duration::from_secs(2);
 
-/// The settings in force. Requests take them once, when they begin.
+/// The settings in force. What a request may do is decided when it begins; its later steps take the
+/// times and bounds in force then.
 #[derive(Debug, Default)]
 pub struct LiveSettings(watch::Sender<Arc<Settings>>);
 

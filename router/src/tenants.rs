@@ -52,6 +52,14 @@ impl Tenant {
     }
 }
 
+/// A request that was let in.
+pub(crate) struct DoorEntry {
+    /// `None`: there are no tenants.
+    pub visit: Option<Arc<TenantVisit>>,
+    /// Those by which it was let in.
+    pub settings: Arc<Settings>,
+}
+
 /// The tenants of the settings in force.
 pub(crate) struct Tenants {
     settings: Arc<LiveSettings>,
@@ -115,12 +123,8 @@ impl Tenants {
         }
     }
 
-    /// Admits a request by its key, and removes the headers that are not for engines. `None`:
-    /// there are no tenants.
-    pub(crate) fn enter(
-        &self,
-        headers: &mut HeaderMap,
-    ) -> Result<Option<Arc<TenantVisit>>, DoorRefusal> {
+    /// Admits a request by its key, and removes the headers that are not for engines.
+    pub(crate) fn enter(&self, headers: &mut HeaderMap) -> Result<DoorEntry, DoorRefusal> {
         let table = self.table();
         let visit = if table.tenants.is_empty() {
             None
@@ -135,7 +139,10 @@ impl Tenants {
         if let EngineAuthorization::Replace(key) = authorization {
             headers.insert(header::AUTHORIZATION, key);
         }
-        Ok(visit)
+        Ok(DoorEntry {
+            visit,
+            settings: Arc::clone(&table.settings),
+        })
     }
 
     /// Whether a request has some tenant's key, or there are no tenants.

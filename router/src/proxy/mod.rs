@@ -128,7 +128,7 @@ impl App {
         let ruled = |visit: &&Arc<TenantVisit>| visit.changes_body(&head.method, path);
         let rule = match call.tenant() {
             Some(_) => call.tenant().filter(ruled).cloned().map(BodyRule::Tenant),
-            None => self.hinted_tenant(head).map(BodyRule::Hint),
+            None => head.extensions.get().cloned().map(BodyRule::Hint),
         };
         let Some(rule) = rule else {
             return Ok(body);

@@ -3,14 +3,14 @@
 //! A gateway that has chosen a worker names it. The hint counts while that worker can take the
 //! request: one that is unknown or unhealthy is chosen around, and a failure ends it.
 
-use axum::http::request::Parts;
+use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, Method};
 use warmroute_proto::{Source, WorkerId};
 
 use super::App;
 use super::forward::{ExcludedSources, Routing};
 use crate::openai::{ImposedFields, OpenAiError, RefusedField, impose};
-use crate::settings::{TenantHint, WorkerHint};
+use crate::settings::{Settings, TenantHint, WorkerHint};
 use crate::tenants::{SALT_PREFIX, group_salt, has_prompt};
 
 const WORKER: HeaderName = HeaderName::from_static("x-dynamo-worker-instance-id");
@@ -70,23 +70,6 @@ impl App {
             .any(|source| is_hinted(&source))
             .then(|| others.cloned().collect())
     }
-
-    /// The tenant that a request to a router without tenants names.
-    pub(super) fn hinted_tenant(&self, head: &Parts) -> Option<TenantName> {
-        if head.method != Method::POST || !has_prompt(head.uri.path()) {
-            return None;
-        }
-        let settings = self.settings.current();
-        match settings.tenant_hint {
-            TenantHint::CacheSalt if settings.tenants.is_empty() => {
-                let mut names = head.headers.get_all(TENANT).into_iter();
-                let first = names.next()?;
-                let only = first.to_str().ok().filter(|_| names.next().is_none());
-                Some(TenantName(only.map(str::to_owned)))
-            }
-            TenantHint::CacheSalt | TenantHint::Ignore => None,
-        }
-    }
 }
 
 /// A tenant's name, by which the engine's cache is divided; `None`: not one text.
@@ -94,6 +77,23 @@ impl App {
 pub(super) struct TenantName(Option<String>);
 
 impl TenantName {
+    /// The tenant that a request names, by the settings by which it was let in without tenants: they
+    /// may have tenants before its body is whole.
+    pub(super) fn hinted(settings: &Settings, request: &Request) -> Option<Self> {
+        if request.method() != Method::POST || !has_prompt(request.uri().path()) {
+            return None;
+        }
+        match settings.tenant_hint {
+            TenantHint::CacheSalt => {
+                let mut names = request.headers().get_all(TENANT).into_iter();
+                let first = names.next()?;
+                let only = first.to_str().ok().filter(|_| names.next().is_none());
+                Some(Self(only.map(str::to_owned)))
+            }
+            TenantHint::Ignore => None,
+        }
+    }
+
     /// The body for the engine.
     pub(super) fn imposed(&self, path: &str, body: &[u8]) -> Result<Option<Vec<u8>>, OpenAiError> {
         let name = self.0.as_deref().filter(|name| !name.is_empty());

@@ -17,12 +17,13 @@ use warmroute_process::server::probes;
 use super::App;
 use super::call::Call;
 use super::explanation::Explanation;
+use super::peer_hints::TenantName;
 use super::{generate, models, passthrough, stored};
 use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
 use crate::openai;
 use crate::settings::is_plain_path;
-use crate::tenants::DoorRefusal;
+use crate::tenants::{DoorEntry, DoorRefusal};
 
 /// Forwarded to a worker as they are. `POST` only.
 pub(super) const FORWARDED: [&str; 23] = [
@@ -122,11 +123,10 @@ async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
 
 /// Serves a request with a tenant's key, or without tenants.
 async fn admit(app: &App, mut request: Request, next: Next) -> Response {
-    let visit = match app.tenants.enter(request.headers_mut()) {
-        Ok(visit) => visit,
+    let DoorEntry { visit, settings } = match app.tenants.enter(request.headers_mut()) {
+        Ok(entry) => entry,
         Err(refusal) => return turned_away(app, refusal, request),
     };
-    let settings = app.settings.current();
     let explanation = Explanation::take(&settings, request.headers_mut());
     // Readers take the default where there is none.
     if explanation != Explanation::default() {
@@ -134,6 +134,8 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     }
     if let Some(visit) = visit {
         request.extensions_mut().insert(visit);
+    } else if let Some(tenant) = TenantName::hinted(&settings, &request) {
+        request.extensions_mut().insert(tenant);
     }
     next.run(request).await
 }

@@ -50,7 +50,7 @@ async fn a_key_is_taken_from_either_header_and_removed() {
         sent("authorization", "bEARER wr-first"),
     ] {
         headers.insert("x-kept", HeaderValue::from_static("1"));
-        assert!(tenants.enter(&mut headers).unwrap().is_some());
+        assert!(tenants.enter(&mut headers).unwrap().visit.is_some());
         assert_eq!(headers.len(), 1, "{headers:?}");
     }
     let repeated = |name: &'static str| {
@@ -68,7 +68,7 @@ async fn a_key_is_taken_from_either_header_and_removed() {
         (sent("authorization", KEY), TenantRefusal::NoKey),
         (bearer_of(&"x".repeat(5000)), TenantRefusal::UnknownKey),
     ] {
-        assert_eq!(tenants.enter(&mut headers).unwrap_err().error, error);
+        assert_eq!(tenants.enter(&mut headers).err().unwrap().error, error);
     }
 }
 
@@ -89,21 +89,25 @@ async fn the_clients_own_authorization_passes_only_if_the_operator_says_so() {
         );
         live.replace(Settings::parse(&with_rule).unwrap());
         let tenants = Tenants::new(live, LimitSharing::Alone);
-        assert!(tenants.enter(&mut headers).unwrap().is_some());
+        assert!(tenants.enter(&mut headers).unwrap().visit.is_some());
         assert_eq!(headers.len(), left, "{rule}");
         assert!(headers.get(API_KEY).is_none());
     }
     // Without tenants a client's key is the engine's.
     let tenants = Tenants::new(LiveSettings::new(Settings::default()), LimitSharing::Alone);
     let mut headers = bearer_of("engine-key");
-    assert!(tenants.enter(&mut headers).unwrap().is_none());
+    assert!(tenants.enter(&mut headers).unwrap().visit.is_none());
     assert_eq!(headers.len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_new_table_keeps_what_a_tenant_used_and_drops_its_keys() {
     let (tenants, live) = tenants("requests_per_minute = 3\nmax_concurrent_requests = 2");
-    let enter = |key: &str| tenants.enter(&mut bearer_of(key)).map(Option::unwrap);
+    let enter = |key: &str| {
+        tenants
+            .enter(&mut bearer_of(key))
+            .map(|entry| entry.visit.unwrap())
+    };
     let (first, _second) = (enter(KEY).unwrap(), enter(KEY).unwrap());
     assert!(enter(KEY).is_err());
     drop(first);
@@ -128,7 +132,7 @@ async fn a_new_table_keeps_what_a_tenant_used_and_drops_its_keys() {
 async fn tokens_are_charged_as_they_come_and_settled_by_the_report() {
     let (tenants, _) = tenants("tokens_per_minute = 1000\nmax_prompt_tokens = 600");
     let remaining = |visit: &TenantVisit| visit.rates().tokens.unwrap().remaining;
-    let visit = tenants.enter(&mut bearer_of(KEY)).unwrap().unwrap();
+    let visit = tenants.enter(&mut bearer_of(KEY)).unwrap().visit.unwrap();
     let too_long = visit.admit_prompt(601);
     assert_eq!(too_long, Err(TenantRefusal::PromptTokens { max: 600 }));
     visit.admit_prompt(400).unwrap();
@@ -148,7 +152,7 @@ async fn tokens_are_charged_as_they_come_and_settled_by_the_report() {
     assert_eq!(remaining(&visit), 670);
     visit.settle(Settlement::Void, 0);
     assert_eq!(remaining(&visit), 1000);
-    let visit = tenants.enter(&mut bearer_of(KEY)).unwrap().unwrap();
+    let visit = tenants.enter(&mut bearer_of(KEY)).unwrap().visit.unwrap();
     visit.admit_prompt(100).unwrap();
     visit.settle(Settlement::Counted, 7);
     assert_eq!(remaining(&visit), 893);
@@ -186,7 +190,7 @@ impl MeasuredRequests<'_> {
 
     fn serve(&self, admission: &Arc<Admission>, mut headers: HeaderMap) {
         let mut answer = HeaderMap::new();
-        if let Some(visit) = self.tenants.enter(&mut headers).unwrap() {
+        if let Some(visit) = self.tenants.enter(&mut headers).unwrap().visit {
             visit.check_model("m").unwrap();
             if !self.body.is_empty() {
                 let path = "/v1/chat/completions";

@@ -154,7 +154,8 @@ async fn a_prompt_for_a_forbidden_model_is_not_encoded() {
     let inputs = PlanInputs {
         tenant: Tenants::new(settings, LimitSharing::Alone)
             .enter(&mut headers)
-            .unwrap(),
+            .unwrap()
+            .visit,
         ..with_tokenizer()
     };
     let limits = WorkLimits {

@@ -1,5 +1,8 @@
 //! Hints of other routers' clients.
 
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
 use super::*;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -160,5 +163,32 @@ async fn a_named_tenant_divides_the_caches() {
         }
     }
     assert_eq!(engine.asked(), asked);
+    world.until_quiet().await;
+}
+
+/// Its tenant was read by the settings before.
+#[tokio::test]
+async fn a_named_tenant_holds_when_settings_change_before_the_body_is_whole() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world.set("tenant_hint = \"cache-salt\"");
+    let whole = request(CHAT).to_string();
+    let head = format!(
+        "POST {CHAT} HTTP/1.1\r\nhost: h\r\nx-tenant-id: acme\r\nconnection: close\r\n\
+         expect: 100-continue\r\ncontent-length: {}\r\n\r\n",
+        whole.len()
+    );
+    let address = world.url.trim_start_matches("http://");
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(head.as_bytes()).await.unwrap();
+    // The router waits for the body.
+    stream.read_exact(&mut [0; 25]).await.unwrap();
+    world.set("tenant_hint = \"ignore\"");
+    stream.write_all(whole.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    let salted: Value = serde_json::from_str(&engine.last().body).unwrap();
+    assert!(salted["cache_salt"].is_string());
     world.until_quiet().await;
 }
