@@ -9,9 +9,10 @@
 //! A compact answer names numbers of few holders only. It is `stale` as a whole once a higher
 //! position of the log was shown [`LAG_MAX`] before it.
 //!
-//! The highest number of a source expires after [`ANSWER_MEMORY`] without an answer that reaches
-//! it: registry and log, which count generations and numbers, may have been lost and recreated. A
-//! restarted router knows as little, and each answer itself was proven within 5 s.
+//! A source's generation, and its highest number, each expire after [`ANSWER_MEMORY`] without an
+//! answer that shows them: registry and log, which count generations and numbers, may have been
+//! lost and recreated. A restarted router knows as little, and each answer itself was proven within
+//! 5 s. An answer without numbers does not keep a number.
 //!
 //! The view holds no blocks and sends no queries.
 
@@ -29,7 +30,7 @@ use super::source_table::{PerSource, SourceId, SourceTable};
 /// Longest lag behind the freshest replica at which an answer is trusted.
 pub const LAG_MAX: Duration = Duration::from_millis(500);
 
-/// Time after which the highest number of a source expires.
+/// Time after which a generation or number expires that no answer showed.
 pub const ANSWER_MEMORY: Duration = Duration::from_secs(30);
 
 /// Numbers first seen within this time are kept as one, with the time of the first. Bounds the
@@ -59,7 +60,7 @@ struct SourceFreshness {
     generation: Option<Generation>,
     /// Numbers of applied records.
     numbers: NumbersSeen,
-    /// When an answer last showed the highest number.
+    /// When an answer last showed the generation.
     shown: Option<Instant>,
     demoted: Option<LogGeneration>,
 }
@@ -344,7 +345,7 @@ impl IndexView {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Freshness {
     Fresh,
-    /// A newer generation than any seen before; not for the first one.
+    /// Another generation than the one known; not for the first one.
     Restarted,
     Lagging,
 }
@@ -376,35 +377,21 @@ impl SourceFreshness {
             generation,
             applied,
         } = answer;
-        let is_highest = match applied {
-            Some(_) => (Some(generation), applied) >= (self.generation, self.numbers.highest()),
-            None => Some(generation) >= self.generation,
-        };
-        if is_highest {
-            self.shown = Some(now);
-        } else if is_forgotten(self.shown, now) {
-            *self = Self {
-                generation: Some(generation),
-                numbers: NumbersSeen::of(applied, now),
-                shown: Some(now),
-                demoted: self.demoted.filter(|at| at.generation <= generation),
-            };
-            return Freshness::Restarted;
-        }
-        match self.generation {
-            Some(known) if generation < known => return Freshness::Lagging,
-            Some(known) if generation == known => {}
-            known @ (Some(_) | None) => {
-                self.generation = Some(generation);
-                self.numbers = NumbersSeen::of(applied, now);
-                return match known {
-                    Some(_) => Freshness::Restarted,
-                    None => Freshness::Fresh,
-                };
+        if Some(generation) < self.generation {
+            if !is_forgotten(self.shown, now) {
+                return Freshness::Lagging;
             }
+            self.demoted = self.demoted.filter(|at| at.generation <= generation);
         }
-        match applied {
-            Some(applied) => self.numbers.take_in(applied, now),
+        self.shown = Some(now);
+        if self.generation == Some(generation) {
+            return applied.map_or(Freshness::Fresh, |applied| {
+                self.numbers.take_in(applied, now)
+            });
+        }
+        self.numbers = NumbersSeen::of(applied, now);
+        match self.generation.replace(generation) {
+            Some(_) => Freshness::Restarted,
             None => Freshness::Fresh,
         }
     }
@@ -421,23 +408,32 @@ fn is_forgotten(shown: Option<Instant>, now: Instant) -> bool {
 }
 
 /// Numbers that ascend, and when an answer first showed them. The first entry is older than
-/// [`LAG_MAX`] or the only one.
+/// [`LAG_MAX`] or the only one. All expire together with the highest.
 #[derive(Clone, Debug, Default)]
-struct NumbersSeen(VecDeque<(u64, Instant)>);
+struct NumbersSeen {
+    seen: VecDeque<(u64, Instant)>,
+    /// When an answer last showed the highest number.
+    shown: Option<Instant>,
+}
 
 impl NumbersSeen {
     fn of(number: Option<u64>, now: Instant) -> Self {
-        Self(number.map(|number| (number, now)).into_iter().collect())
-    }
-
-    fn highest(&self) -> Option<u64> {
-        self.0.back().map(|(number, _)| *number)
+        Self {
+            seen: number.map(|number| (number, now)).into_iter().collect(),
+            shown: number.map(|_| now),
+        }
     }
 
     fn take_in(&mut self, number: u64, now: Instant) -> Freshness {
+        let highest = self.seen.back().map(|(highest, _)| *highest);
+        if Some(number) >= highest {
+            self.shown = Some(now);
+        } else if is_forgotten(self.shown, now) {
+            *self = Self::of(Some(number), now);
+        }
         self.note(number, now);
         // Higher numbers follow, the earliest of them first.
-        let overtaken = self.0.iter().find(|(higher, _)| *higher > number);
+        let overtaken = self.seen.iter().find(|(higher, _)| *higher > number);
         match overtaken {
             Some((_, since)) if now.saturating_duration_since(*since) >= LAG_MAX => {
                 Freshness::Lagging
@@ -447,7 +443,7 @@ impl NumbersSeen {
     }
 
     fn note(&mut self, number: u64, now: Instant) {
-        if let Some((highest, since)) = self.0.back_mut() {
+        if let Some((highest, since)) = self.seen.back_mut() {
             if number <= *highest {
                 return;
             }
@@ -456,12 +452,12 @@ impl NumbersSeen {
                 return;
             }
         }
-        self.0.push_back((number, now));
+        self.seen.push_back((number, now));
         // The second entry is older than the bound too: it alone decides for all numbers below it.
-        while let Some((_, since)) = self.0.get(1)
+        while let Some((_, since)) = self.seen.get(1)
             && now.saturating_duration_since(*since) >= LAG_MAX
         {
-            self.0.pop_front();
+            self.seen.pop_front();
         }
     }
 }
@@ -472,7 +468,7 @@ impl NumbersSeen {
 struct PositionsSeen {
     log: Option<StreamIdentity>,
     positions: NumbersSeen,
-    /// When an answer last showed the highest position.
+    /// When an answer last showed this log.
     shown: Option<Instant>,
 }
 
@@ -485,21 +481,14 @@ impl PositionsSeen {
         }
         let of = |log: StreamIdentity| (log.created_unix_ns, log.nonce);
         let (known, new) = (self.log.map(of), Some(of(log)));
-        let is_highest = (new, Some(position.0)) >= (known, self.positions.highest());
-        if is_highest {
-            self.shown = Some(now);
-        }
-        if new > known || !is_highest && is_forgotten(self.shown, now) {
-            *self = Self {
-                log: Some(log),
-                positions: NumbersSeen::of(Some(position.0), now),
-                shown: Some(now),
-            };
-            return Freshness::Fresh;
-        }
-        if new < known {
+        if new < known && !is_forgotten(self.shown, now) {
             return Freshness::Lagging;
         }
+        if new != known {
+            self.log = Some(log);
+            self.positions = NumbersSeen::default();
+        }
+        self.shown = Some(now);
         self.positions.take_in(position.0, now)
     }
 }

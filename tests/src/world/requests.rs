@@ -40,8 +40,10 @@ const GRAIN: Duration = Duration::from_millis(10);
 /// What answers showed of a source, or of the log.
 pub(super) struct Shown<G> {
     generation: Option<G>,
+    generation_at: Option<Instant>,
     /// Records applied, and when first seen; ascending.
     seen: Vec<(u64, Instant)>,
+    /// An answer without a number shows no number.
     highest_at: Option<Instant>,
 }
 
@@ -49,6 +51,7 @@ impl<G> Default for Shown<G> {
     fn default() -> Self {
         Self {
             generation: None,
+            generation_at: None,
             seen: Vec::new(),
             highest_at: None,
         }
@@ -58,24 +61,25 @@ impl<G> Default for Shown<G> {
 impl<G: Copy + Ord> Shown<G> {
     /// May this one be believed?
     fn take(&mut self, generation: G, applied: Option<u64>, now: Instant) -> bool {
-        let highest = self.seen.last().map(|(number, _)| *number);
-        let forgotten = self.highest_at.is_none_or(|at| now - at >= ANSWER_MEMORY);
-        let is_older = match applied {
-            Some(_) => (Some(generation), applied) < (self.generation, highest),
-            None => Some(generation) < self.generation,
-        };
-        if self.generation < Some(generation) || is_older && forgotten {
+        let is_forgotten = |at: Option<Instant>| at.is_none_or(|at| now - at >= ANSWER_MEMORY);
+        if Some(generation) < self.generation && !is_forgotten(self.generation_at) {
+            return false;
+        }
+        if self.generation != Some(generation) {
             *self = Self {
                 generation: Some(generation),
                 ..Self::default()
             };
-        } else if Some(generation) < self.generation {
-            return false;
         }
+        self.generation_at = Some(now);
         let Some(applied) = applied else {
-            self.highest_at = Some(now);
             return true;
         };
+        if self.seen.last().is_some_and(|(last, _)| *last > applied)
+            && is_forgotten(self.highest_at)
+        {
+            self.seen.clear();
+        }
         if self.seen.last().is_none_or(|(last, _)| *last < applied) {
             self.seen.push((applied, now));
         }

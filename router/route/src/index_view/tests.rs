@@ -110,7 +110,7 @@ fn memory_is_bounded_however_fast_records_come() {
         fixture.state(5, Some(step), start + Duration::from_micros(100 * step));
     }
     let id = fixture.table.intern(&source("w"));
-    assert!(fixture.view.sources.get_mut(id).numbers.0.len() <= 52);
+    assert!(fixture.view.sources.get_mut(id).numbers.seen.len() <= 52);
 }
 
 #[test]
@@ -435,6 +435,33 @@ mod holders {
         // A number that is not named does not lower what is known.
         judge(&mut fixture, &reply(4, 1, None), start);
         assert_eq!(fixture.state(4, Some(0), start), SourceState::Exact);
+    }
+
+    /// Log, registry and the shim's state were lost, and the generation counts from 0 again. An
+    /// answer names no number of a source that does not hold the prompt.
+    #[test]
+    fn a_number_expires_while_answers_show_only_its_generation() {
+        let (mut fixture, start) = (Fixture::default(), start());
+        judge(&mut fixture, &reply(1, 10, Some(40)), start);
+        for second in 1..=31 {
+            let now = start + ms(1000 * second);
+            if second < 30 && second % 10 == 1 {
+                let lagging = judge(&mut fixture, &reply(1, 10, Some(0)), now);
+                assert_eq!(lagging.state(), SourceState::Stale);
+            }
+            let known = judge(&mut fixture, &reply(1, 10, None), now);
+            assert_eq!(known.state(), SourceState::Exact);
+        }
+        let now = start + ms(31_000);
+        let trusted = (fixture.view).judge(&mut fixture.table, &reply(1, 10, Some(0)), now);
+        let id = fixture.table.intern(&source("w"));
+        assert_eq!(trusted.of(id).unwrap().state(), SourceState::Exact);
+        assert_eq!(trusted.restarted, [], "only the numbers are forgotten");
+        // The generation was shown all the time.
+        assert_eq!(
+            judge(&mut fixture, &reply(0, 10, None), now).state(),
+            SourceState::Stale
+        );
     }
 
     /// The roster was read before the source began its generation and became partial, and before
