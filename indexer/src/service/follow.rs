@@ -10,8 +10,10 @@ use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
+use futures_util::future::{Fuse, FusedFuture as _};
 use warmroute_plane::{Broadcast, LogTail, PlaneStream, RegistryWatch};
 
+use super::restore::{Found, Reading, Wanted};
 use super::*;
 use crate::fold::{NoSnapshot, ParsedMessage, ReaderStall, SnapshotCut};
 use crate::metrics::RestoreCause;
@@ -59,10 +61,12 @@ enum Compare {
 }
 
 /// Which of the two frequent inputs is taken if both have a message.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Preferred {
     Log,
     Heartbeats,
+    /// A batch is held until a snapshot is read: those behind it wait.
+    HeartbeatsOnly,
 }
 
 /// A message of one of the two frequent inputs; `None` at its end.
@@ -88,6 +92,7 @@ async fn next_followed(
             heartbeat = heartbeats.next() => Followed::Heartbeat(heartbeat),
             batch = log.next() => Followed::Batch(batch),
         },
+        Preferred::HeartbeatsOnly => Followed::Heartbeat(heartbeats.next().await),
     }
 }
 
@@ -122,7 +127,12 @@ impl Worker {
         let mut stall = ReaderStall::new(now());
         let plane = Arc::clone(&self.plane);
         let mut registry = RegistryWatch::new(plane, self.subjects.worker_keys());
-        self.shared.write().watch_begins();
+        {
+            let mut fold = self.shared.write();
+            fold.watch_begins();
+            // The last session's reading ended with it.
+            fold.reload_ended();
+        }
         let position = self.shared.read().position();
         info!(%position, "following the log");
         let mut log = self.plane.tail(position, BATCH_MAX).await?;
@@ -134,6 +144,9 @@ impl Worker {
         let until_compared = AtomicU32::new(0);
         let mut looks = Box::pin(self.looks(&until_compared));
         let mut preferred = Preferred::Log;
+        let mut reading = Fuse::terminated();
+        // What comes behind a hole in the log, while a snapshot is read that may fill it.
+        let mut held: Option<Vec<LogMessage>> = None;
         loop {
             stall.turn(now());
             tokio::select! {
@@ -148,16 +161,31 @@ impl Worker {
                     self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
                     self.looked_again(look)?;
                 }
-                _ = ticks.tick() => self.tick().await?,
+                _ = ticks.tick() => self.tick(&mut reading, held.is_some()).await,
+                found = &mut reading => {
+                    self.has_read(found, held.is_some())?;
+                    if let Some(batch) = held.take() {
+                        preferred = Preferred::Log;
+                        self.fold_batch(&batch, live_from).await;
+                    }
+                }
                 event = registry.next() => self.registry(event),
                 followed = next_followed(&mut log, &mut heartbeats, preferred) => match followed {
                     Followed::Heartbeat(heartbeat) => {
-                        preferred = Preferred::Log;
+                        if preferred == Preferred::Heartbeats {
+                            preferred = Preferred::Log;
+                        }
                         self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
                     }
                     Followed::Batch(batch) => {
-                        preferred = Preferred::Heartbeats;
-                        self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?;
+                        let batch = batch.ok_or_else(ended)?;
+                        if let Some(jump) = self.jumped(&batch) {
+                            (reading, held) = (jump, Some(batch));
+                            preferred = Preferred::HeartbeatsOnly;
+                        } else {
+                            preferred = Preferred::Heartbeats;
+                            self.fold_batch(&batch, live_from).await;
+                        }
                     }
                 },
             }
@@ -311,39 +339,47 @@ impl Worker {
     // --- folding
 
     /// Folds a batch; what lies behind `live_from` is timed, what came before was stored long ago.
-    async fn fold_batch(
-        &self,
-        batch: &[LogMessage],
-        live_from: LogPosition,
-    ) -> Result<(), PlaneError> {
-        if let Some(first) = batch.first()
-            && self.shared.fold.read_as_writer().would_jump(first.position)
-        {
-            self.jumped(first.position).await?;
-        }
+    async fn fold_batch(&self, batch: &[LogMessage], live_from: LogPosition) {
         let mut rest = batch;
         while !rest.is_empty() {
             rest = self.fold_some(rest, live_from);
             // Between two locks readers and other tasks have their turn.
             tokio::task::yield_now().await;
         }
-        Ok(())
     }
 
-    /// The log went on without us. A newer snapshot saves the sources that a gap would cost.
-    async fn jumped(&self, to: LogPosition) -> Result<(), PlaneError> {
-        let position = self.shared.read().position();
-        error!(%position, %to, "the log let records go before they were read");
-        let wanted = restore::Wanted::Above(position);
-        match self.restore(RestoreCause::FellOff, wanted).await {
-            Ok(true) => Err(unavailable("a newer snapshot was loaded")),
-            Ok(false) => Ok(()),
-            // What is missing is found by numbers and digests, and asked for.
-            Err(error) => {
-                warn!(%error, "snapshots cannot be read");
-                Ok(())
-            }
+    /// If the log went on without us: a newer snapshot saves the sources that a gap would cost.
+    fn jumped(&self, batch: &[LogMessage]) -> Option<Reading<'_>> {
+        let to = batch.first()?.position;
+        let fold = self.shared.fold.read_as_writer();
+        let position = fold.position();
+        if !fold.would_jump(to) {
+            return None;
         }
+        error!(%position, %to, "the log let records go before they were read");
+        Some(self.read(Wanted::Above(position)))
+    }
+
+    /// Takes a snapshot in, if it is of use still; then the session ends. Without one, what is
+    /// missing is found by numbers and digests, and asked for.
+    fn has_read(&self, found: Option<Found>, has_jumped: bool) -> Result<(), PlaneError> {
+        let mut fold = self.shared.write();
+        let cause = match has_jumped {
+            true => Some(RestoreCause::FellOff),
+            false => fold.is_reloading().then_some(RestoreCause::Mismatch),
+        };
+        fold.reload_ended();
+        drop(fold);
+        let first = LogPosition(self.shared.log_first.load(Ordering::Relaxed));
+        let (Some(found), Some(cause)) = (found, cause) else {
+            return Ok(());
+        };
+        if !found.is_followed_by(first) {
+            warn!(%first, "the log was trimmed while a snapshot was read");
+            return Ok(());
+        }
+        self.adopt(cause, found);
+        Err(unavailable("a snapshot was loaded"))
     }
 
     /// Folds the first messages, as many as one lock may take; returns the others.
@@ -440,22 +476,29 @@ impl Worker {
         }
     }
 
-    async fn tick(&self) -> Result<(), PlaneError> {
+    async fn tick<'a>(&'a self, reading: &mut Reading<'a>, is_held: bool) {
         let diverged = {
             let mut fold = self.shared.write();
             let now = now();
             fold.tick(now);
-            fold.poll_reload(now)
+            // One snapshot at a time: what else diverged waits for its turn.
+            match reading.is_terminated() {
+                true => fold.poll_reload(now),
+                false => Vec::new(),
+            }
         };
         writer::reclaim(&self.shared.fold);
-        if !diverged.is_empty() && self.reload(&diverged).await {
-            return Err(unavailable("a snapshot was loaded to repair a source"));
+        if !diverged.is_empty() {
+            *reading = self.read(Wanted::Holding(diverged));
+        }
+        // What heartbeats name may be in the records that are held.
+        if is_held {
+            return;
         }
         let requests = self.shared.write().poll_resyncs(now());
         for request in requests {
             self.ask_for_resync(&request).await;
         }
-        Ok(())
     }
 
     /// A request that is not sent is made again after its interval.

@@ -277,7 +277,7 @@ impl SourceFold {
         self.unnamed_since = known.unnamed_since;
         self.resync.remember(&known.resync);
         if self.sequencer.generation() == known.sequencer.generation() {
-            self.reload = known.reload;
+            self.reload = known.reload.read();
             self.last_sent = known.last_sent;
         }
     }
@@ -460,7 +460,7 @@ impl SourceFold {
 
     /// Returns true if it diverged here and a snapshot may be right.
     pub(super) fn wants_reload(&self) -> bool {
-        self.reload == ReloadState::Wanted
+        matches!(self.reload, ReloadState::Wanted | ReloadState::Reading)
     }
 
     pub(super) const fn generation(&self) -> Option<Generation> {

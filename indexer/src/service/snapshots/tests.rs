@@ -1,5 +1,6 @@
 //! Snapshots through a plane: written, read, skipped, and what starts from them.
 
+use futures_util::FutureExt as _;
 use warmroute_plane::MemoryPlane;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{IndexerEntry, ResyncReason};
@@ -379,6 +380,77 @@ async fn a_source_that_diverged_here_is_repaired_from_a_snapshot() {
     assert!(metric(&running, "restores_total{cause=\"mismatch\"} 1"));
 }
 
+/// Two sources in a snapshot; the first one diverged while the store stalls.
+async fn diverged_before_a_slow_store() -> (Running, TestShim, TestShim) {
+    let running = Running::start_keeping(tests_support::plane(), "w");
+    sleep(SECOND).await;
+    let (mut wrong, mut other) = (TestShim::new(W), TestShim::new("w2/0"));
+    for shim in [&mut wrong, &mut other] {
+        running
+            .publish(&shim.record(vec![stored("", "a", Tier::Gpu)]))
+            .await;
+    }
+    snapshotted(&running.plane, running.handle.position()).await;
+    running.plane.stall_snapshots(true);
+    let right = wrong.clone();
+    wrong.pairs.clear();
+    running.heartbeat(&wrong).await;
+    (running, right, other)
+}
+
+fn state_of(running: &Running, shim: &TestShim) -> SourceState {
+    let IndexAnswer::Runs { sources, .. } = running.handle.query(&query_for("a")) else {
+        panic!("behind");
+    };
+    let of_it = |part: &&warmroute_proto::query::SourceAnswer| part.source == shim.source;
+    sources.iter().find(of_it).unwrap().states.gpu
+}
+
+/// Records and heartbeats are read beside the snapshot, and once more behind its position.
+#[tokio::test(start_paused = true)]
+async fn a_slow_store_stops_neither_records_nor_heartbeats() {
+    let (running, right, mut other) = diverged_before_a_slow_store().await;
+    let subject = running.subjects.resync(&source(W).worker);
+    let mut requests = running.plane.subscribe(subject).await.unwrap();
+    for step in 0..16 {
+        sleep(SECOND / 2).await;
+        let record = other.record(vec![stored("", &format!("n{step}"), Tier::Gpu)]);
+        timeout(SECOND, running.publish(&record)).await.unwrap();
+        running.heartbeat(&other).await;
+        sleep(Duration::from_millis(1)).await;
+        assert_eq!(state_of(&running, &other), SourceState::Exact, "{step}");
+        assert!(!state_of(&running, &right).gives_credit());
+    }
+    assert!(requests.next().now_or_never().is_none(), "it is being read");
+    running.plane.stall_snapshots(false);
+    until(async || metric(&running, "restores_total{cause=\"mismatch\"} 1")).await;
+    until(async || {
+        running.heartbeat(&right).await;
+        running.heartbeat(&other).await;
+        sleep(Duration::from_millis(1)).await;
+        [&right, &other].map(|shim| state_of(&running, shim)) == [SourceState::Exact; 2]
+    })
+    .await;
+    assert_eq!(running.handle.held(&other.source), other.pairs);
+    assert!(requests.next().now_or_never().is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_stays_slow_is_given_up_for_an_image() {
+    let (running, _, other) = diverged_before_a_slow_store().await;
+    let subject = running.subjects.resync(&source(W).worker);
+    let mut requests = running.plane.subscribe(subject).await.unwrap();
+    let request = loop {
+        running.heartbeat(&other).await;
+        if let Ok(request) = timeout(SECOND, requests.next()).await {
+            break codec::decode::<ResyncRequest>(&request.unwrap().payload).unwrap();
+        }
+        assert_eq!(state_of(&running, &other), SourceState::Exact);
+    };
+    assert_eq!(request.reason, ResyncReason::Mismatch);
+    assert!(metric(&running, "restores_total{cause=\"mismatch\"} 0"));
+}
+
 #[tokio::test(start_paused = true)]
 async fn who_falls_off_the_log_takes_a_newer_snapshot() {
     let plane = small();
@@ -425,6 +497,47 @@ async fn who_falls_off_the_log_takes_a_newer_snapshot() {
     })
     .await;
     assert!(timeout(60 * SECOND, requests.next()).await.is_err());
+}
+
+/// Heartbeats are read in between; then what is missing is asked for.
+#[tokio::test(start_paused = true)]
+async fn who_falls_off_the_log_waits_for_a_slow_store_only_briefly() {
+    let plane = small();
+    let running = Running::start_keeping(plane.clone(), "slow");
+    sleep(SECOND).await;
+    let mut shim = TestShim::new(W);
+    let mut idle = TestShim::new("w2/0");
+    for shim in [&mut idle, &mut shim] {
+        running
+            .publish(&shim.record(vec![stored("", "a", Tier::Gpu)]))
+            .await;
+    }
+    snapshotted(&plane, running.handle.position()).await;
+    let subject = running.subjects.resync(&source(W).worker);
+    let mut requests = plane.subscribe(subject).await.unwrap();
+    plane.stall_snapshots(true);
+    let mut last = LogPosition(0);
+    // A snapshot above the gap, of which no more is read than its name.
+    let name = Name {
+        log: IDENTITY,
+        position: LogPosition(9_999),
+        suffix: "quick-1".to_owned(),
+    };
+    let blob = Bytes::from_static(b"never read");
+    plane.put_snapshot(name.to_string(), blob).await.unwrap();
+    // No other task runs between these: the log goes on without its reader.
+    while plane.log_status().await.unwrap().first <= LogPosition(10) {
+        last = append(&plane, &shim.record(vec![stored("", "b", Tier::Gpu)])).await;
+    }
+    while running.handle.position() < last {
+        assert_eq!(state_of(&running, &idle), SourceState::Exact);
+        sleep(SECOND / 2).await;
+        running.heartbeat(&idle).await;
+        sleep(Duration::from_millis(1)).await;
+    }
+    let request = requests.next().await.unwrap();
+    let request: ResyncRequest = codec::decode(&request.payload).unwrap();
+    assert_eq!(request.reason, ResyncReason::Gap);
 }
 
 #[tokio::test(start_paused = true)]

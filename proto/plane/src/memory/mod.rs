@@ -49,6 +49,7 @@ struct MemoryShared {
     state: Mutex<MemoryState>,
     registry_changed: Notify,
     connection: watch::Sender<Connection>,
+    snapshots_stall: watch::Sender<bool>,
 }
 
 struct MemoryState {
@@ -73,6 +74,7 @@ impl MemoryPlane {
                 state: Mutex::new(state),
                 registry_changed: Notify::new(),
                 connection: watch::Sender::new(Connection::Up),
+                snapshots_stall: watch::Sender::new(false),
             }),
         }
     }
@@ -80,6 +82,11 @@ impl MemoryPlane {
     /// Replaces the log by an empty one, as an operator's mistake may do.
     pub fn recreate_log(&self, identity: StreamIdentity) {
         self.shared.log.recreate(identity);
+    }
+
+    /// Whether reads of snapshots wait, as for a slow disk. The log goes on.
+    pub fn stall_snapshots(&self, stall: bool) {
+        self.shared.snapshots_stall.send_replace(stall);
     }
 
     /// Broadcast messages that a full queue dropped so far.
@@ -207,7 +214,12 @@ impl Plane for MemoryPlane {
     }
 
     fn get_snapshot(&self, name: String) -> PlaneFuture<'_, Option<Bytes>> {
-        ready(Ok(self.shared.state().snapshots.get(&name).cloned()))
+        Box::pin(async move {
+            let mut stalls = self.shared.snapshots_stall.subscribe();
+            // The sender lives as long as this plane.
+            drop(stalls.wait_for(|stalls| !stalls).await);
+            Ok(self.shared.state().snapshots.get(&name).cloned())
+        })
     }
 
     fn delete_snapshot(&self, name: String) -> PlaneFuture<'_, ()> {

@@ -236,6 +236,14 @@ fn a_mismatch_is_looked_for_in_a_snapshot_once_and_then_asked_for() {
     let now = world.now;
     assert_eq!(world.fold.poll_reload(now), [(source(W), Generation(1))]);
     assert_eq!(world.fold.poll_reload(now), []);
+    assert_eq!(resyncs(&mut world), [], "it is being read");
+    assert!(world.fold.is_reloading());
+    assert!(matches!(
+        world.fold.cut(Vec::new()),
+        Err(NoSnapshot::Diverged)
+    ));
+    world.fold.reload_ended();
+    assert!(!world.fold.is_reloading());
     assert_eq!(
         resyncs(&mut world),
         [(ResyncReason::Mismatch, Generation(1))]
