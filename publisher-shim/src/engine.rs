@@ -178,7 +178,7 @@ impl VllmEngine {
 
 /// The feed of one rank, by the form in which its engine publishes.
 pub enum RankFeed {
-    Zmq(ZmqFeed),
+    Zmq(Box<ZmqFeed>),
     Drained(DrainedFeed),
 }
 
@@ -227,7 +227,7 @@ impl EngineLink for VllmEngine {
             Some(drain) => RankFeed::Drained(DrainedFeed::new(Arc::clone(drain), rank)),
             None => {
                 let context = self.zmq.clone();
-                RankFeed::Zmq(ZmqFeed::new(context, rank.to_string(), endpoints))
+                RankFeed::Zmq(Box::new(ZmqFeed::new(context, rank.to_string(), endpoints)))
             }
         }
     }

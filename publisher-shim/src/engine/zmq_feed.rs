@@ -8,6 +8,8 @@
 //! The monitor is read after the live messages and reported before them: a lost connection is reported
 //! before the first message of the next connection.
 
+mod connections;
+
 use std::time::Duration;
 
 use tokio::io::Interest;
@@ -21,6 +23,7 @@ use super::{BURST_MAX, EngineEvent, EngineFeed, Frames, ReplayNotSent};
 use crate::config::Endpoints;
 use crate::source::ReplayId;
 use crate::wire::{ReplayFrames, replay_frames, replay_request};
+use connections::{Change, Connections, MonitorEvent};
 
 /// Messages that libzmq queues; vLLM has the same bound.
 const HWM: i32 = 100_000;
@@ -151,10 +154,7 @@ struct SocketMonitor(Option<WatchedSocket>);
 impl SocketMonitor {
     /// Monitors a socket that is not connected yet.
     fn new(context: &zmq::Context, of: &zmq::Socket, name: &str) -> std::io::Result<Self> {
-        let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
-            | zmq::SocketEvent::DISCONNECTED.to_raw()
-            | zmq::SocketEvent::MONITOR_STOPPED.to_raw();
-        of.monitor(name, i32::from(events))?;
+        of.monitor(name, connections::monitored())?;
         let monitor = context.socket(zmq::PAIR)?;
         monitor.set_linger(0)?;
         // The thread would wait for room as well.
@@ -163,7 +163,7 @@ impl SocketMonitor {
         WatchedSocket::new(monitor).map(|socket| Self(Some(socket)))
     }
 
-    fn next(&self) -> Option<u16> {
+    fn next(&self) -> Option<MonitorEvent> {
         self.0.as_ref().and_then(monitor_event)
     }
 
@@ -184,18 +184,20 @@ impl Drop for SocketMonitor {
     }
 }
 
-/// The number of a monitor's event, if there is one.
-fn monitor_event(socket: &WatchedSocket) -> Option<u16> {
+/// The next event of a monitor, if there is one.
+fn monitor_event(socket: &WatchedSocket) -> Option<MonitorEvent> {
     let frames = socket.try_receive()?;
-    let event = frames.first().and_then(|frame| frame.first_chunk());
-    // Every event has a number.
-    Some(event.map_or(0, |raw| u16::from_ne_bytes(*raw)))
+    Some(
+        frames
+            .first()
+            .map_or(MonitorEvent::Other, |frame| MonitorEvent::read(frame)),
+    )
 }
 
 async fn read_until_stopped(mut socket: WatchedSocket) {
     loop {
         match monitor_event(&socket) {
-            Some(event) if event == zmq::SocketEvent::MONITOR_STOPPED.to_raw() => return,
+            Some(MonitorEvent::Stopped) => return,
             Some(_) => {}
             None => socket.changed().await,
         }
@@ -209,7 +211,7 @@ struct Sockets {
     replay: Option<WatchedSocket>,
     /// The replay whose end has not come.
     pending_replay: Option<ReplayId>,
-    connections: u32,
+    connections: Connections,
     /// Every socket was read until it had nothing, and none has changed since. Reading costs system
     /// calls, and the rank's task asks for events again after each of its other inputs.
     are_drained: bool,
@@ -240,7 +242,7 @@ impl Sockets {
             monitor,
             replay: None,
             pending_replay: None,
-            connections: 0,
+            connections: Connections::default(),
             are_drained: false,
         })
     }
@@ -259,18 +261,19 @@ impl Sockets {
 
     fn read_monitor(&mut self, events: &mut Vec<EngineEvent>) {
         while let Some(event) = self.monitor.next() {
-            if event == zmq::SocketEvent::DISCONNECTED.to_raw() {
-                self.connections = self.connections.saturating_sub(1);
-                // The replay socket's peer is the same process: a pending replay may never be answered.
-                self.replay = None;
-                self.pending_replay = None;
-                events.push(EngineEvent::Disconnected);
-                if self.connections > 0 {
-                    events.push(EngineEvent::Connected);
+            match self.connections.apply(event) {
+                Some(Change::Lost) => {
+                    // The replay socket's peer is the same process: a pending replay may never be
+                    // answered.
+                    self.replay = None;
+                    self.pending_replay = None;
+                    events.push(EngineEvent::Disconnected);
+                    if self.connections.are_some() {
+                        events.push(EngineEvent::Connected);
+                    }
                 }
-            } else if event == zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() {
-                self.connections += 1;
-                events.push(EngineEvent::Connected);
+                Some(Change::Made) => events.push(EngineEvent::Connected),
+                None => {}
             }
         }
     }

@@ -1,4 +1,6 @@
 use std::collections::VecDeque;
+use std::io::{Read as _, Write as _};
+use std::net::{Shutdown, TcpStream};
 
 use tokio::time::timeout;
 
@@ -200,4 +202,46 @@ async fn a_socket_that_closes_while_its_engine_ends_stops_no_other_rank() {
         publish(&other, round, 1);
         assert_eq!(kept.live().await, round);
     }
+}
+
+/// Whatever reaches the port of a feed that binds is no engine before its handshake.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_never_shakes_hands_takes_no_connection_down() {
+    let mut listener = listener("tcp://127.0.0.1:*", None);
+    listener.feed.open();
+    let live = listener.feed.sockets.as_ref().unwrap().live.socket();
+    let bound = live.get_last_endpoint().unwrap().unwrap();
+    let engine = zmq::Context::new();
+    let socket = engine.socket(zmq::XPUB).unwrap();
+    socket.set_linger(0).unwrap();
+    socket.connect(&bound).unwrap();
+    listener.connected().await;
+    assert_eq!(socket.recv_bytes(0).unwrap(), [1], "its subscription");
+    let address = bound.strip_prefix("tcp://").unwrap();
+    // A signature, version 3.1, and a mechanism.
+    let greeting = |mechanism: &[u8; 4]| {
+        let signature: &[u8] = &[0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f];
+        [signature, &[3, 1], mechanism, &[0; 48]].concat()
+    };
+    // A subscriber has no use for this type.
+    let ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03REQ";
+    let wrong_type = [&greeting(b"NULL")[..], ready].concat();
+    let peers: [&[u8]; 5] = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        &[0; 64],
+        &greeting(b"NONE"),
+        &wrong_type,
+    ];
+    for (seq, sent) in (0..).zip(peers) {
+        let mut peer = TcpStream::connect(address).unwrap();
+        peer.write_all(sent).unwrap();
+        peer.shutdown(Shutdown::Write).unwrap();
+        // It reads to the end: the socket has reported the connection's end by then.
+        drop(peer.read_to_end(&mut Vec::new()));
+        publish(&socket, seq, 10);
+        assert_eq!(listener.live().await, seq);
+    }
+    drop(socket);
+    assert!(matches!(listener.next().await, EngineEvent::Disconnected));
 }
