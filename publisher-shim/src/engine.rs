@@ -103,18 +103,30 @@ pub struct EngineInfo {
     /// It decodes speculatively; `None` if its metrics are not known.
     pub speculates: Option<bool>,
     pub version: Option<String>,
-    pub resets: ResetRoutes,
+    /// `None` without an answer that tells.
+    pub resets: Option<ResetRoutes>,
     /// Calls so far that can reset the prefix cache; `None` if they are not readable.
     pub reset_calls: Option<u64>,
-    /// By rank, if the engine reports them.
-    pub endpoints: BTreeMap<DpRank, Endpoints>,
+    /// By rank, if the engine reports them; `None` without an answer that tells.
+    pub endpoints: Option<BTreeMap<DpRank, Endpoints>>,
+}
+
+impl EngineInfo {
+    /// Takes over what this reading did not learn. A busy engine's answer may be late once, which is
+    /// no absence.
+    pub(crate) fn keep(&mut self, known: &Self) {
+        self.speculates = self.speculates.or(known.speculates);
+        self.resets = self.resets.or(known.resets);
+        if self.endpoints.is_none() {
+            self.endpoints.clone_from(&known.endpoints);
+        }
+    }
 }
 
 /// Whether the engine's HTTP has routes that reset the prefix cache: vLLM's development mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResetRoutes {
     Present,
-    #[default]
     Absent,
 }
 

@@ -220,19 +220,28 @@ impl EngineHttp {
             info.reset_calls = Some(reset_calls(&metrics));
         }
         // Its method is POST: a GET changes nothing.
-        let reset = self.get(RESET_ROUTE).await;
-        if reset == Err(InfoError::Status(StatusCode::METHOD_NOT_ALLOWED)) {
-            info.resets = ResetRoutes::Present;
-        }
-        if let Ok(sources) = self.get("/kv_event_sources").await {
-            info.read_sources(&sources, &self.url);
+        info.resets = match self.get(RESET_ROUTE).await {
+            Err(InfoError::Status(StatusCode::METHOD_NOT_ALLOWED)) => Some(ResetRoutes::Present),
+            Err(InfoError::Status(StatusCode::NOT_FOUND)) => Some(ResetRoutes::Absent),
+            Ok(_) | Err(_) => None,
+        };
+        match self.get("/kv_event_sources").await {
+            Ok(sources) => info.read_sources(&sources, &self.url),
+            Err(InfoError::Status(StatusCode::NOT_FOUND)) => {
+                info.endpoints = Some(BTreeMap::new());
+            }
+            Err(_) => {}
         }
         if let Ok(version) = self.get("/version").await {
             info.version = serde_json::from_slice::<Version>(&version)
                 .ok()
                 .map(|version| version.version);
         }
-        if info.block_size.is_none() && info.endpoints.is_empty() {
+        let has_endpoints = info
+            .endpoints
+            .as_ref()
+            .is_some_and(|known| !known.is_empty());
+        if info.block_size.is_none() && !has_endpoints {
             self.ask_sglang(&mut info).await;
         }
         Ok(info)
@@ -244,7 +253,10 @@ impl EngineHttp {
             match self.get(path).await {
                 Ok(body) => return info.read_server_info(&body, &self.url),
                 Err(InfoError::Status(StatusCode::NOT_FOUND)) => {}
-                Err(_) => return,
+                Err(_) => {
+                    info.endpoints = None;
+                    return;
+                }
             }
         }
     }
@@ -380,6 +392,7 @@ impl EngineInfo {
         let Ok(sources) = serde_json::from_slice::<BTreeMap<String, EventSource>>(body) else {
             return;
         };
+        let endpoints = self.endpoints.get_or_insert_default();
         for (rank, source) in sources {
             let Ok(rank) = rank.parse().map(DpRank) else {
                 continue;
@@ -388,11 +401,11 @@ impl EngineInfo {
                 continue;
             }
             let at = |endpoint: Option<String>| reachable(&endpoint?, url);
-            let endpoints = Endpoints {
+            let of_rank = Endpoints {
                 live: at(source.endpoint),
                 replay: at(source.replay_endpoint),
             };
-            self.endpoints.insert(rank, endpoints);
+            endpoints.insert(rank, of_rank);
         }
     }
 }
@@ -420,7 +433,9 @@ mod tests {
     use std::fs;
     use std::sync::Mutex;
 
-    use axum::http::HeaderMap;
+    use axum::body::Body;
+    use axum::http::{HeaderMap, Uri};
+    use axum::response::IntoResponse as _;
     use axum::routing::get;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
@@ -482,6 +497,73 @@ mod tests {
                 Ok(26)
             );
         }
+    }
+
+    /// An engine that answers as one that is late: its connection ends within the answer.
+    async fn engine_with(pages: Arc<Mutex<BTreeMap<&'static str, Page>>>) -> EngineHttp {
+        let answer = async move |uri: Uri| {
+            let page = pages.lock().unwrap().get(uri.path()).copied();
+            match page {
+                Some(Page::Text(text)) => text.into_response(),
+                Some(Page::Status(status)) => status.into_response(),
+                Some(Page::Broken) => {
+                    let broken =
+                        futures_util::stream::iter([Err::<Vec<u8>, _>(io::Error::other(""))]);
+                    Body::from_stream(broken).into_response()
+                }
+                None => StatusCode::NOT_FOUND.into_response(),
+            }
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let routes = axum::Router::new().fallback(answer);
+        let server = async move { axum::serve(listener, routes).await };
+        drop(tokio_util::task::TaskTracker::new().spawn(server));
+        let tls = EngineTls::system().unwrap();
+        EngineHttp::new(&url, EngineKeySource::default(), &tls).unwrap()
+    }
+
+    #[derive(Clone, Copy)]
+    enum Page {
+        Text(&'static str),
+        Status(StatusCode),
+        Broken,
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_does_not_come_clears_nothing() {
+        let sources = r#"{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://*:1",
+            "replay_endpoint":"tcp://*:2"}}"#;
+        let metrics = "vllm:cache_config_info{block_size=\"16\"} 1.0\n";
+        let all = BTreeMap::from([
+            ("/v1/models", Page::Text(r#"{"data":[{"id":"m"}]}"#)),
+            ("/metrics", Page::Text(metrics)),
+            ("/kv_event_sources", Page::Text(sources)),
+            (RESET_ROUTE, Page::Status(StatusCode::METHOD_NOT_ALLOWED)),
+        ]);
+        let pages = Arc::new(Mutex::new(all));
+        let engine = engine_with(Arc::clone(&pages)).await;
+        let before = engine.info().await.unwrap();
+        assert_eq!(before.resets, Some(ResetRoutes::Present));
+        assert_eq!(before.endpoints.as_ref().map(BTreeMap::len), Some(1));
+        let then = async |path, page| {
+            let page = pages.lock().unwrap().insert(path, page);
+            let mut info = engine.info().await.unwrap();
+            info.keep(&before);
+            pages.lock().unwrap().insert(path, page.unwrap());
+            info
+        };
+        let busy = Page::Status(StatusCode::SERVICE_UNAVAILABLE);
+        for path in ["/kv_event_sources", RESET_ROUTE] {
+            for page in [Page::Broken, busy] {
+                assert_eq!(then(path, page).await, before, "{path}");
+            }
+        }
+        let gone = Page::Status(StatusCode::NOT_FOUND);
+        let no_sources = then("/kv_event_sources", gone).await;
+        assert_eq!(no_sources.endpoints, Some(BTreeMap::new()));
+        let no_route = then(RESET_ROUTE, gone).await;
+        assert_eq!(no_route.resets, Some(ResetRoutes::Absent));
     }
 
     #[test]
@@ -572,9 +654,10 @@ vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"} 4.0
             "replay_endpoint":"tcp://*:15560","topic":"kv-events"},
             "1":{"enable_kv_cache_events":false},"x":{}}"#;
         info.read_sources(body, "http://h:8000");
-        let endpoints = &info.endpoints[&DpRank(0)];
+        let all = info.endpoints.unwrap();
+        let endpoints = &all[&DpRank(0)];
         assert_eq!(endpoints.live.as_deref(), Some("tcp://h:15550"));
         assert_eq!(endpoints.replay.as_deref(), Some("tcp://h:15560"));
-        assert_eq!(info.endpoints.len(), 1);
+        assert_eq!(all.len(), 1);
     }
 }

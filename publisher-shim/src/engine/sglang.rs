@@ -62,6 +62,7 @@ impl EngineInfo {
             let port = u16::try_from(u32::from(base) + rank).ok()?;
             reachable(&format!("tcp://{}:{port}", events.endpoint_host), url)
         };
+        let all = self.endpoints.get_or_insert_default();
         for rank in 0..ranks {
             let endpoints = Endpoints {
                 live: endpoint(events.endpoint_port_base, rank),
@@ -69,7 +70,7 @@ impl EngineInfo {
                     .replay_endpoint_port_base
                     .and_then(|base| endpoint(base, rank)),
             };
-            self.endpoints.insert(DpRank(rank), endpoints);
+            all.insert(DpRank(rank), endpoints);
         }
     }
 }
@@ -103,10 +104,11 @@ mod tests {
         );
         assert_eq!(info.version.as_deref(), Some("sglang 0.5.23"));
         assert_eq!(info.speculates, Some(false));
-        let second = &info.endpoints[&DpRank(1)];
+        let endpoints = info.endpoints.unwrap();
+        let second = &endpoints[&DpRank(1)];
         assert_eq!(second.live.as_deref(), Some("tcp://h:5558"));
         assert_eq!(second.replay.as_deref(), Some("tcp://h:5658"));
-        assert_eq!(info.endpoints.len(), 2);
+        assert_eq!(endpoints.len(), 2);
     }
 
     #[test]
@@ -114,7 +116,7 @@ mod tests {
         let old = read(&json!({"page_size": 1, "speculative_algorithm": "EAGLE"}));
         assert_eq!(old.block_size, BlockSize::new(1));
         assert_eq!((old.blocks, old.speculates), (None, Some(true)));
-        assert!(old.endpoints.is_empty());
+        assert_eq!(old.endpoints, None);
         for other in [
             json!({"vllm_config": "…"}),
             json!({"page_size": 0}),

@@ -385,8 +385,8 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         };
         warning = RepeatedWarning::default();
         since_info = 0;
-        // A busy engine's metrics may be late once. It did not restart since they were read.
-        info.speculates = info.speculates.or(shared.info.borrow().speculates);
+        // It did not restart since the last reading, as far as is known.
+        info.keep(&shared.info.borrow());
         // The ranks may not have taken in what was read just now.
         let void = info
             .speculates
@@ -422,7 +422,7 @@ fn forget_speculation(shared: &ShimState) {
 
 /// Reads the engine's count of resets, if it can have one.
 async fn read_resets<E: EngineLink>(shared: &ShimState, engine: &E) {
-    if shared.info.borrow().resets == ResetRoutes::Absent {
+    if shared.info.borrow().resets != Some(ResetRoutes::Present) {
         return;
     }
     let Some(calls) = engine.reset_calls().await else {

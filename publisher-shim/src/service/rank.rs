@@ -290,7 +290,8 @@ impl<E: EngineLink> RankTask<E> {
         if let Some(calls) = info.reset_calls {
             self.core.reset_calls(now(), calls);
         }
-        let reported = info.endpoints.get(&self.plane.source.dp_rank);
+        let reported = info.endpoints.as_ref();
+        let reported = reported.and_then(|all| all.get(&self.plane.source.dp_rank));
         let reported = reported.cloned().unwrap_or_default();
         let endpoints = Endpoints {
             live: self.configured.live.clone().or(reported.live),
