@@ -8,9 +8,9 @@ use warmroute_proto::roster::{HolderDetail, RosterNumber};
 use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
 use warmroute_proto::view::SourceFault;
 use warmroute_proto::{
-    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, LogPosition, Record, RecordNumber,
-    SequenceComparison, SequenceVerdict as Step, Sequencer, Source, Tier, TierState, TierStates,
-    Tiers,
+    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, Record,
+    RecordNumber, SequenceComparison, SequenceVerdict as Step, Sequencer, Source, Tier, TierState,
+    TierStates, Tiers,
 };
 
 use super::ends::LogClockState;
@@ -119,6 +119,8 @@ pub(super) struct SourceFold {
     holding: Holding,
     /// Claim of the last record or heartbeat.
     claim: ShimClaim,
+    /// The log's clock when a heartbeat made the claim; zero for a record's.
+    claim_made: LogTime,
     /// Claim of the last record.
     record_claim: ShimClaim,
     health: EngineHealth,
@@ -204,6 +206,7 @@ impl SourceFold {
             sequencer: Sequencer::new(PATIENCE),
             holding: Holding::Nothing,
             claim: ShimClaim::NOTHING,
+            claim_made: LogTime::default(),
             record_claim: ShimClaim::NOTHING,
             health: EngineHealth::Unknown,
             proven: None,
@@ -585,6 +588,7 @@ impl SourceFold {
         let number = tree.open();
         self.set_aside(tree, Holding::Applied(number));
         self.claim = ShimClaim::NOTHING;
+        self.claim_made = LogTime::default();
         self.record_claim = ShimClaim::NOTHING;
         self.proven = None;
         self.credit_proven = None;
@@ -636,6 +640,7 @@ impl SourceFold {
             engine_seq: record.engine_seq,
         };
         self.claim = self.record_claim;
+        self.claim_made = LogTime::default();
         self.prove(arrival.sent);
         taken
     }
@@ -660,12 +665,23 @@ impl SourceFold {
             self.diverge(tree);
             return HeartbeatVerdict::Mismatch;
         }
-        self.claim = ShimClaim {
+        let claim = ShimClaim {
             states: heartbeat.states,
             engine_seq: heartbeat.engine_seq,
         };
+        if !claim.gives_credit() || !self.is_overtaken(heartbeat.sent_at) {
+            self.claim = claim;
+            self.claim_made = heartbeat.sent_at.unwrap_or_default();
+        }
         self.prove(sent);
         HeartbeatVerdict::Proof
+    }
+
+    /// Whether a heartbeat that came now was made before that of the present claim. A larger step
+    /// back is the log's clock, which was set.
+    fn is_overtaken(&self, made: Option<LogTime>) -> bool {
+        let earlier = made.map_or(0, |made| self.claim_made.0.saturating_sub(made.0));
+        earlier > 0 && Duration::from_nanos(earlier) < PROOF_AGE_MAX
     }
 
     /// Number and digest are right as of `sent`: no unreadable message is missing.
