@@ -103,11 +103,11 @@ pub struct EngineInfo {
     /// It decodes speculatively; `None` if its metrics are not known.
     pub speculates: Option<bool>,
     pub version: Option<String>,
-    /// `None` without an answer that tells.
+    /// `None` while the engine has not answered.
     pub resets: Option<ResetRoutes>,
     /// Calls so far that can reset the prefix cache; `None` if they are not readable.
     pub reset_calls: Option<u64>,
-    /// By rank, if the engine reports them; `None` without an answer that tells.
+    /// By rank, if the engine reports them; `None` while the engine has not answered.
     pub endpoints: Option<BTreeMap<DpRank, Endpoints>>,
 }
 
