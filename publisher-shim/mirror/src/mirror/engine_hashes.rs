@@ -28,6 +28,11 @@ impl EngineHashes {
         self.entries.get(&hash).map(|entry| entry.node)
     }
 
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
     pub(super) const fn gpu_references(&self) -> u64 {
         self.gpu
     }

@@ -37,7 +37,7 @@ use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start, TierLimit};
-use nodes::{NewNode, NodeId, Nodes, TierSet};
+use nodes::{ALIASES_MAX, NewNode, NodeId, Nodes, TierSet};
 use orphans::Orphans;
 use references::{GroupTier, References};
 use resume::ResumePoints;
@@ -766,9 +766,26 @@ impl Mirror {
                 if self.nodes.is_emitted(id, at.tier) && !self.is_held(id, at.tier) {
                     self.dipped.push((id, at.tier));
                 }
+                self.drop_alias(id, hash);
                 true
             }
             None => self.orphans.remove(hash, at),
+        }
+    }
+}
+
+impl Mirror {
+    /// Forgets one of many engine hashes of a block that nothing holds by it: an engine may name
+    /// equal blocks by ever new ones.
+    fn drop_alias(&mut self, id: NodeId, hash: EngineHash) {
+        if self.nodes.aliases(id).len() <= ALIASES_MAX {
+            return;
+        }
+        let slots = |tier| self.groups.slots(tier);
+        let is_held = !self.engine_hashes.references(hash, slots).is_empty();
+        if !is_held && self.nodes.drop_alias(id, hash) {
+            self.engine_hashes.forget(hash);
+            self.block_chain.forget(hash);
         }
     }
 }

@@ -16,6 +16,10 @@ use crate::wire::EngineHash;
 use family::Family;
 pub(super) use load::SavedNode;
 
+/// Engine hashes without references that a node with a child or references keeps beside its own:
+/// later events may name them. The tests reach the bound.
+pub(super) const ALIASES_MAX: usize = if cfg!(test) { 3 } else { 16 };
+
 /// An index into the slab of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct NodeId(u32);
@@ -149,15 +153,12 @@ impl Nodes {
         self.slab.get_mut(id.index())?.as_mut()
     }
 
-    /// The node of a prefix, created if it does not exist. Its engine hash becomes an alias of an
-    /// existing node. `None` if the slab is full.
+    /// The node of a prefix, created if it does not exist. Its engine hash, which no node has,
+    /// becomes an alias of an existing one. `None` if the slab is full.
     pub(super) fn find_or_insert(&mut self, new: NewNode) -> Option<NodeId> {
         if let Some(id) = self.find(new.prefix) {
             if self.get(id)?.engine != new.engine {
-                let aliases = self.aliases.entry(id).or_default();
-                if !aliases.contains(&new.engine) {
-                    aliases.push(new.engine);
-                }
+                self.add_alias(id, new.engine);
             }
             return Some(id);
         }
@@ -182,6 +183,16 @@ impl Nodes {
             family.add(id, new.parent);
         }
         Some(id)
+    }
+
+    /// Drops an alias of a node that has more than it keeps. `false` if that keeps it.
+    pub(super) fn drop_alias(&mut self, id: NodeId, engine: EngineHash) -> bool {
+        let aliases = self.aliases.get_mut(&id);
+        let Some(aliases) = aliases.filter(|aliases| aliases.len() > ALIASES_MAX) else {
+            return false;
+        };
+        let at = aliases.iter().position(|&alias| alias == engine);
+        at.map(|at| aliases.swap_remove(at)).is_some()
     }
 
     fn find(&self, prefix: PrefixHash) -> Option<NodeId> {

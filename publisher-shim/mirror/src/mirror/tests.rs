@@ -338,6 +338,41 @@ fn several_engine_hashes_may_mean_one_prefix() {
     assert_eq!(follower.mirror.prefixes(), 0);
 }
 
+/// A child keeps the block, which the engine stores by a new hash each time.
+#[test]
+fn hashes_of_one_prefix_without_references_are_bounded() {
+    let mut mirror = mirror(Start::Empty);
+    mirror.apply(&batch(vec![stored(None, &[1, 2])])).unwrap();
+    let named = |hash: u64| {
+        CacheEvent::Stored(Box::new(StoredBlocks {
+            hashes: vec![EngineHash(hash)],
+            ..run(None, &[1])
+        }))
+    };
+    // Those with references stay, however many.
+    let held = 1_000..1_100;
+    mirror
+        .apply(&batch(held.clone().map(named).collect()))
+        .unwrap();
+    for hash in 10_000..110_000 {
+        let events = vec![named(hash), removed(hash)];
+        mirror.apply(&batch(events)).unwrap();
+    }
+    let kept = |mirror: &Mirror| mirror.engine_hashes.len();
+    assert!(
+        kept(&mirror) <= 2 + held.clone().count() + ALIASES_MAX,
+        "{}",
+        kept(&mirror)
+    );
+    mirror.apply(&batch(held.map(removed).collect())).unwrap();
+    assert!(kept(&mirror) <= 2 + ALIASES_MAX, "{}", kept(&mirror));
+    assert!(mirror.held().contains(&(prefix(&[1]), Tier::Gpu)));
+    mirror.apply(&batch(vec![removed(1)])).unwrap();
+    assert_eq!(mirror.held(), [(prefix(&[1, 2]), Tier::Gpu)]);
+    mirror.apply(&batch(vec![removed(2)])).unwrap();
+    assert_eq!((mirror.prefixes(), kept(&mirror)), (0, 0));
+}
+
 #[test]
 fn a_clear_empties_gpu_memory_and_forgets_the_rest() {
     let mut follower = Follower::new(Start::Unknown);
@@ -832,7 +867,10 @@ fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() 
 
 // --- against an independent model
 
-/// A block by its path of tokens, and by which of two engine hashes it is named.
+/// More than a block keeps.
+const NAMES: u32 = 6;
+
+/// A block by its path of tokens, and by which of its engine hashes it is named.
 type Key = (Vec<u32>, u32);
 
 #[derive(Clone, Debug)]
@@ -859,11 +897,11 @@ fn ops() -> impl Strategy<Value = Op> {
     let path = || proptest::collection::vec(1..3_u32, 1..5);
     let medium = || prop_oneof![4 => Just(Medium::Gpu), 1 => Just(Medium::Cpu)];
     prop_oneof![
-        20 => (path(), 0..4_usize, 0..8_u32, 0..12_u32, medium()).prop_map(
+        20 => (path(), 0..4_usize, 0..12_u32, 0..12_u32, medium()).prop_map(
             |(path, from, variant, group, medium)| Op::Store {
                 from: from.min(path.len() - 1),
                 path,
-                variant: variant / 7,
+                variant: variant.saturating_sub(12 - NAMES),
                 group: group / 11,
                 medium,
             }
@@ -884,6 +922,8 @@ struct Naive {
     counts: BTreeMap<(Key, u32, Tier), u32>,
     /// Blocks whose position is known; the others are orphans.
     named: BTreeSet<Key>,
+    /// The first name of each block, which stays as long as it does.
+    first: BTreeMap<Vec<u32>, u32>,
     /// Stored blocks without a position that are counted, or lead to such a block.
     orphans: BTreeSet<Key>,
     groups: BTreeSet<(Tier, u32)>,
@@ -932,6 +972,7 @@ impl Naive {
                 self.is_cleared = true;
                 self.counts.clear();
                 self.named.clear();
+                self.first.clear();
                 self.orphans.clear();
                 Some(CacheEvent::Cleared)
             }
@@ -975,6 +1016,7 @@ impl Naive {
             *count -= 1;
             if *count == 0 {
                 self.counts.remove(&at);
+                self.drop_name(key);
             }
         }
         self.drop_orphans();
@@ -986,6 +1028,15 @@ impl Naive {
         removed_from(Self::hash(key).0, medium, group)
     }
 
+    /// A block of many names keeps none, but its first, by which nothing holds it.
+    fn drop_name(&mut self, key: &Key) {
+        let names = self.named.iter().filter(|(path, _)| *path == key.0).count();
+        let is_counted = self.counts.keys().any(|(counted, _, _)| counted == key);
+        if names > 1 + ALIASES_MAX && !is_counted && self.first.get(&key.0) != Some(&key.1) {
+            self.named.remove(key);
+        }
+    }
+
     /// A block whose parent's position is known has a position; so has one at a start.
     fn name(&mut self) {
         while let Some(found) = self
@@ -995,6 +1046,7 @@ impl Naive {
             .cloned()
         {
             self.orphans.remove(&found);
+            self.first.entry(found.0.clone()).or_insert(found.1);
             self.named.insert(found);
         }
     }
@@ -1026,10 +1078,13 @@ impl Naive {
             }
             for depth in 0..key.0.len() {
                 // Any name of an ancestor stays with the ancestor.
-                kept.extend((0..2).map(|variant| (key.0[..=depth].to_vec(), variant)));
+                kept.extend((0..NAMES).map(|variant| (key.0[..=depth].to_vec(), variant)));
             }
         }
         self.named = self.named.intersection(&kept).cloned().collect();
+        let named = &self.named;
+        self.first
+            .retain(|path, variant| named.contains(&(path.clone(), *variant)));
     }
 
     fn held(&self) -> Vec<(PrefixHash, Tier)> {
@@ -1038,7 +1093,7 @@ impl Naive {
             for tier in [Tier::Gpu, Tier::Cpu] {
                 let mut groups = (0..2).filter(|&group| self.groups.contains(&(tier, group)));
                 let by_all = groups.all(|group| {
-                    (0..2).any(|variant| {
+                    (0..NAMES).any(|variant| {
                         let key = (path.clone(), variant);
                         self.named.contains(&key) && self.counts.contains_key(&(key, group, tier))
                     })
