@@ -14,6 +14,9 @@ use super::{
     StoredBlocks,
 };
 
+/// Length of vLLM's array from 0.17 to 0.19, with items as bare identifiers up to 0.18.
+const BARE_ITEMS_LEN: usize = 9;
+
 /// What an event is.
 pub(super) enum Decoded<'a> {
     Event(CacheEvent),
@@ -208,7 +211,7 @@ impl<'a> Fields<'a> {
             lora_name,
             blocks: hashes.len(),
             is_root: parent.is_none(),
-            bare_items: !self.is_map,
+            bare_items: !self.is_map && self.len == BARE_ITEMS_LEN,
         };
         let mut keys = match self.extra_keys {
             Some(raw) => keys::classify(raw, context)?,

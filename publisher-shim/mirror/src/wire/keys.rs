@@ -40,11 +40,12 @@ pub(super) struct KeyContext<'a> {
     pub(super) blocks: usize,
     /// The event's first block is block 0 of its sequence.
     pub(super) is_root: bool,
-    /// The array encoding: an item may be its bare identifier.
+    /// The array encoding of 0.17 to 0.19: an item may be its bare identifier, unless another one of
+    /// the event has an offset.
     pub(super) bare_items: bool,
 }
 
-pub(super) fn classify(raw: &[u8], context: KeyContext<'_>) -> Result<EventKeys, WireError> {
+pub(super) fn classify(raw: &[u8], mut context: KeyContext<'_>) -> Result<EventKeys, WireError> {
     let mut keys = EventKeys::default();
     let mut cursor = Cursor::new(raw);
     if cursor.nil()? {
@@ -54,11 +55,28 @@ pub(super) fn classify(raw: &[u8], context: KeyContext<'_>) -> Result<EventKeys,
     if len != context.blocks {
         return Err(WireError::Range);
     }
+    context.bare_items = context.bare_items && !has_placed_item(cursor, len)?;
     for index in 0..len {
         let entry = cursor.skip()?;
         keys.add_block(index, entry, context)?;
     }
     Ok(keys)
+}
+
+/// Whether one of these blocks' keys is an item with its offset.
+fn has_placed_item(mut blocks: Cursor<'_>, len: usize) -> Result<bool, WireError> {
+    for _ in 0..len {
+        let mut entry = Cursor::new(blocks.skip()?);
+        if entry.kind()? != ValueKind::Array {
+            continue;
+        }
+        for _ in 0..entry.array()? {
+            if item(entry.skip()?).is_some() {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
 
 /// Tokens behind the block that the engine hashed in: a router's local hash does not have them.

@@ -76,7 +76,7 @@ fn rich(sample: &Value) -> StoredBlocks {
         Some(minor) => {
             if minor >= 17 {
                 // A salt anywhere but on block 0 is none that this engine sends: opaque.
-                stored.keys = vec![(0, opaque_key_of_sample(minor))];
+                stored.keys = vec![(0, opaque_key_of_sample())];
                 if minor >= 33 {
                     add_lookahead_of_sample(&mut stored.keys);
                 }
@@ -88,15 +88,9 @@ fn rich(sample: &Value) -> StoredBlocks {
     stored
 }
 
-fn opaque_key_of_sample(minor: u32) -> BlockKeys {
+/// The sample mixes both forms of an item. No engine does: its bare string is no identifier.
+fn opaque_key_of_sample() -> BlockKeys {
     let entry = rmp_serde::to_vec(&json!(["adapter-a", ["mmhash", 2], "salt"])).unwrap();
-    if minor < 24 {
-        // Bare strings behind block 0 are identifiers of items in the array encoding.
-        return BlockKeys {
-            items: vec![item_hash("mmhash", 2), xxh3_64(b"salt")],
-            opaque: None,
-        };
-    }
     BlockKeys {
         items: Vec::new(),
         opaque: Some(xxh3_64(&entry)),
@@ -313,6 +307,38 @@ fn old_array_items_are_bare_identifiers() {
     assert_eq!(stored.salt.as_deref(), Some("salt"));
     assert_eq!(stored.keys[0].1.items, [1]);
     assert_eq!(stored.keys[1].1.items, [xxh3_64(b"img")]);
+}
+
+/// From 0.20 on, and in whatever event has an item with its offset, a string is no item.
+#[test]
+fn a_salt_of_hex_digits_is_no_image() {
+    let salt = "0000000000000001".to_owned() + &"b".repeat(48);
+    let event = |keys: Value, group: Option<u32>| {
+        let mut event = json!([
+            "BlockStored",
+            [1, 2],
+            null,
+            [1, 2],
+            1,
+            null,
+            "GPU",
+            null,
+            keys
+        ]);
+        event.as_array_mut().unwrap().extend(group.map(Value::from));
+        let batch = Batch::decode(&payload(&event)).unwrap();
+        let [CacheEvent::Stored(stored)] = &batch.events[..] else {
+            panic!("{batch:?}")
+        };
+        (**stored).clone()
+    };
+    let salted = event(json!([[salt], null]), Some(0));
+    assert_eq!(salted.salt.as_ref(), Some(&salt));
+    assert_eq!(salted.keys, []);
+    let beside = event(json!([[salt], [["img", 0]]]), None);
+    assert_eq!(beside.salt.as_ref(), Some(&salt));
+    assert_eq!(beside.keys.len(), 1);
+    assert_eq!(beside.keys[0].1.items, [item_hash("img", 0)]);
 }
 
 #[test]
