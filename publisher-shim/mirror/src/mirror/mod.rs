@@ -364,6 +364,9 @@ impl Mirror {
         if skipped.others > 0 {
             return Err(Inconsistency::Undecodable);
         }
+        if self.nodes.has_overflowed() || self.orphans.has_overflowed() {
+            return Err(Inconsistency::TooMany);
+        }
         match self.config.blocks_max {
             Some(max) if self.engine_hashes.gpu_references() > max => Err(Inconsistency::TooMany),
             Some(_) | None => Ok(()),

@@ -126,6 +126,9 @@ pub(super) struct Nodes {
     aliases: FxHashMap<NodeId, Vec<EngineHash>>,
     /// `None` unless resume points are kept.
     family: Option<Family>,
+    /// A node had more references than can be counted. It has those of all its groups and hashes,
+    /// so that no other count overflows before.
+    has_overflowed: bool,
 }
 
 impl Nodes {
@@ -243,8 +246,13 @@ impl Nodes {
         let Some(Some(node)) = self.slab.get_mut(id.index()) else {
             return;
         };
+        self.has_overflowed |= node.references.checked_add(count).is_none();
         node.references = node.references.saturating_add(count);
         self.further.add(id, &mut node.first_group, at, count);
+    }
+
+    pub(super) const fn has_overflowed(&self) -> bool {
+        self.has_overflowed
     }
 
     /// Subtracts one reference, which the node has: it has those of all its engine hashes.

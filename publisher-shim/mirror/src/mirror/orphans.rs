@@ -34,7 +34,13 @@ pub(super) struct Orphans {
     /// Children by parent, in the order of their arrival.
     children: FxHashMap<EngineHash, Vec<EngineHash>>,
     references: Tiers<u64>,
+    /// One had more references than can be counted.
+    has_overflowed: bool,
 }
+
+/// Ancestors that are looked at for a circle. A longer one stays until the next clear, within the
+/// bound of all orphans.
+const CIRCLE_MAX: usize = 1 << 12;
 
 impl Orphans {
     pub(super) fn new(max: usize) -> Self {
@@ -43,7 +49,12 @@ impl Orphans {
             orphans: FxHashMap::default(),
             children: FxHashMap::default(),
             references: Tiers::default(),
+            has_overflowed: false,
         }
+    }
+
+    pub(super) const fn has_overflowed(&self) -> bool {
+        self.has_overflowed
     }
 
     /// References of orphans in a tier: blocks that are held and not in the log.
@@ -82,7 +93,10 @@ impl Orphans {
             return false;
         };
         match orphan.references.iter_mut().find(|(known, _)| *known == at) {
-            Some((_, count)) => *count = count.saturating_add(1),
+            Some((_, count)) => {
+                self.has_overflowed |= *count == u32::MAX;
+                *count = count.saturating_add(1);
+            }
             None => orphan.references.push((at, 1)),
         }
         *self.references.get_mut(at.tier) += 1;
@@ -99,6 +113,9 @@ impl Orphans {
             return false;
         }
         let orphan = orphan();
+        if self.closes_circle(&orphan) {
+            return false;
+        }
         for &(at, count) in &orphan.references {
             *self.references.get_mut(at.tier) += u64::from(count);
         }
@@ -106,6 +123,21 @@ impl Orphans {
         siblings.push(orphan.hash);
         self.orphans.insert(orphan.hash, orphan);
         true
+    }
+
+    /// Whether an orphan would be its own ancestor. No engine has such blocks, and each would keep
+    /// the others.
+    fn closes_circle(&self, orphan: &Orphan) -> bool {
+        if orphan.parent == orphan.hash {
+            return true;
+        }
+        // Without a child that waits for it, it is no ancestor.
+        if !self.children.contains_key(&orphan.hash) {
+            return false;
+        }
+        let parent = |hash: &EngineHash| self.orphans.get(hash).map(|orphan| orphan.parent);
+        let ancestors = std::iter::successors(Some(orphan.parent), parent);
+        ancestors.take(CIRCLE_MAX).any(|hash| hash == orphan.hash)
     }
 
     /// Subtracts a reference. `false` if there is none.

@@ -110,6 +110,9 @@ impl Mirror {
                 }
             }
         }
+        if nodes.has_overflowed() {
+            return Err(Malformed("a count of references"));
+        }
         let order = nodes.rebuild_prefixes().ok_or(Malformed("not a forest"))?;
         if self.groups.is_windowed() {
             nodes.keep_children();

@@ -278,6 +278,43 @@ fn orphans_that_are_removed_leave_nothing() {
 }
 
 #[test]
+fn orphans_that_are_their_own_ancestors_are_dropped() {
+    let mut mirror = mirror(Start::Empty);
+    let events = vec![
+        stored(Some(1), &[1]),
+        stored(Some(3), &[2]),
+        stored(Some(4), &[3]),
+        stored(Some(2), &[4]),
+    ];
+    mirror.apply(&batch(events)).unwrap();
+    assert_eq!(
+        (mirror.orphans(), mirror.counters().orphans_dropped),
+        (2, 2)
+    );
+    assert_eq!(mirror.states().gpu, TierState::Partial);
+    mirror
+        .apply(&batch([1, 2, 3, 4].map(removed).into()))
+        .unwrap();
+    assert_eq!(mirror.orphans(), 0);
+}
+
+#[test]
+fn references_beyond_counting_empty_the_mirror() {
+    let at = GroupTier {
+        slot: 0,
+        tier: Tier::Gpu,
+    };
+    let mut named = mirror(Start::Empty);
+    named.apply(&batch(vec![stored(None, &[1])])).unwrap();
+    let node = named.engine_hashes.node(EngineHash(1)).unwrap();
+    named.add_references(EngineHash(1), node, at, u32::MAX - 1);
+    let again = batch(vec![stored(None, &[1])]);
+    assert_eq!(named.apply(&again), Err(Inconsistency::TooMany));
+    assert_eq!(named.prefixes(), 0);
+    assert!(named.apply(&again).is_ok());
+}
+
+#[test]
 fn orphans_beyond_the_bound_are_missing() {
     let config = MirrorConfig {
         orphans_max: 2,

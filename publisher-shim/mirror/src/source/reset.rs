@@ -54,6 +54,8 @@ impl ResetMonitor {
     /// the count rose, or was not zero when it was first read.
     pub(super) fn count(&mut self, now: Instant, calls: u64) -> bool {
         let before = self.calls.replace(calls).unwrap_or(0);
+        // A lower count is that of another life of the engine, which began at zero.
+        let before = if calls < before { 0 } else { before };
         let has_risen = calls > before;
         if has_risen {
             self.pending = Some(PendingReset {

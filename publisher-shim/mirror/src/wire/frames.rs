@@ -27,12 +27,12 @@ pub enum ReplayFrames<'a> {
 pub fn live_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<LiveFrames<'_>> {
     let (topic, seq, payload) = match frames {
         [topic, payload] => (topic, None, payload),
-        [topic, seq, payload] => (topic, Some(sequence(seq.as_ref())?), payload),
+        [topic, seq, payload] => (topic, Some(batch_seq(sequence(seq.as_ref())?)?), payload),
         _ => return None,
     };
     Some(LiveFrames {
         topic: topic.as_ref(),
-        seq: seq.map(EngineSeq),
+        seq,
         payload: payload.as_ref(),
     })
 }
@@ -47,7 +47,7 @@ pub fn replay_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<ReplayFrames<'_>> {
     match sequence(seq.as_ref())? {
         END_OF_REPLAY if payload.is_empty() => Some(ReplayFrames::End),
         seq => Some(ReplayFrames::Batch {
-            seq: EngineSeq(seq),
+            seq: batch_seq(seq)?,
             payload,
         }),
     }
@@ -57,6 +57,11 @@ pub fn replay_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<ReplayFrames<'_>> {
 #[must_use]
 pub fn replay_request(from: EngineSeq) -> [Vec<u8>; 2] {
     [Vec::new(), from.0.to_be_bytes().to_vec()]
+}
+
+/// The sequence number of a batch. None has that of the end, after which no further one could come.
+fn batch_seq(seq: u64) -> Option<EngineSeq> {
+    (seq != END_OF_REPLAY).then_some(EngineSeq(seq))
 }
 
 fn sequence(frame: &[u8]) -> Option<u64> {

@@ -490,6 +490,8 @@ fn live_messages_have_two_or_three_frames() {
         live_frames(&[b"t".to_vec(), b"7".to_vec(), b"p".to_vec()]),
         None
     );
+    let last = u64::MAX.to_be_bytes().to_vec();
+    assert_eq!(live_frames(&[b"t".to_vec(), last, b"p".to_vec()]), None);
 }
 
 #[test]
@@ -510,6 +512,8 @@ fn replay_answers_are_decoded_from_the_end() {
     assert_eq!(replay_frames(&short), Some(ReplayFrames::End));
     assert_eq!(replay_frames(&long), Some(ReplayFrames::End));
     assert_eq!(replay_frames(&[empty()]), None);
+    let last = u64::MAX.to_be_bytes().to_vec();
+    assert_eq!(replay_frames(&[last, b"p".to_vec()]), None);
 }
 
 fn decode_anything(bytes: &[u8]) {

@@ -49,6 +49,25 @@ fn a_rise_makes_the_source_unverified_until_the_flush_is_replayed() {
     assert_eq!(world.gpu(), GPU, "no rise");
 }
 
+/// The engine restarted between two readings, and was reset since.
+#[test]
+fn a_count_below_the_last_one_is_a_rise_from_zero() {
+    let mut world = World::started(true);
+    count(&mut world, 5);
+    world.publish(&[store(None, &[1])]);
+    world.tick_ms(1100);
+    world.publish(&[store(None, &[2])]);
+    assert_eq!(world.gpu(), GPU);
+    count(&mut world, 0);
+    assert_eq!(world.gpu(), GPU);
+    count(&mut world, 5);
+    world.tick_ms(1100);
+    world.publish(&[store(None, &[3])]);
+    assert_eq!(world.gpu(), GPU);
+    count(&mut world, 2);
+    assert_eq!(world.gpu(), UNVERIFIED);
+}
+
 #[test]
 fn a_busy_engine_shows_by_its_batches_that_no_reset_is_pending() {
     let mut world = reset();
