@@ -12,6 +12,7 @@
 //!
 //! Sequence numbers, replays and time are in `source`. Pure: no IO, no clock.
 
+mod aliases;
 mod block_chain;
 mod chunks;
 mod emit;
@@ -37,7 +38,7 @@ use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start, TierLimit};
-use nodes::{ALIASES_MAX, NewNode, NodeId, Nodes, TierSet};
+use nodes::{NewNode, NodeId, Nodes, TierSet};
 use orphans::Orphans;
 use references::{GroupTier, References};
 use resume::ResumePoints;
@@ -773,22 +774,6 @@ impl Mirror {
                 true
             }
             None => self.orphans.remove(hash, at),
-        }
-    }
-}
-
-impl Mirror {
-    /// Forgets one of many engine hashes of a block that nothing holds by it: an engine may name
-    /// equal blocks by ever new ones.
-    fn drop_alias(&mut self, id: NodeId, hash: EngineHash) {
-        if self.nodes.aliases(id).len() <= ALIASES_MAX {
-            return;
-        }
-        let slots = |tier| self.groups.slots(tier);
-        let is_held = !self.engine_hashes.references(hash, slots).is_empty();
-        if !is_held && self.nodes.drop_alias(id, hash) {
-            self.engine_hashes.forget(hash);
-            self.block_chain.forget(hash);
         }
     }
 }

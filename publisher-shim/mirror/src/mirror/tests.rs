@@ -8,6 +8,7 @@ use serde_json::json;
 use warmroute_proto::hash::{self, PlacedItem};
 use warmroute_proto::{BlockSize, TierState};
 
+use super::nodes::ALIASES_MAX;
 use super::*;
 use crate::testing::LogReader;
 use crate::wire::{BlockGroup, BlockKeys, GroupKind, LoraRef, Medium, SkippedEvents};
