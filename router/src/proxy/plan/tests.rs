@@ -10,11 +10,11 @@ use tokio_util::task::TaskTracker;
 use super::*;
 use crate::config::Limits;
 use crate::fleet::Parity;
-use crate::proxy::prompt_jobs::{PlanJob, Rendering};
+use crate::proxy::prompt_jobs::{CompareJob, PlanJob, Rendering};
 use crate::proxy::prompt_pool::{PromptJob as _, SHORT_BYTES_MAX};
 use crate::settings::{LiveSettings, Settings};
 use crate::tenants::{LimitSharing, TenantRefusal, Tenants};
-use crate::tokenize::{CivilTime, ReferenceComparison};
+use crate::tokenize::{CivilTime, EncoderKind, ReferenceComparison, TaskState};
 use crate::tokenizers::{TokenizerTable, TokenizerVersion};
 
 fn trust(proven: bool) -> PromptTrust {
@@ -536,6 +536,24 @@ fn a_step_of_the_reference_encoder_is_charged() {
     );
     assert_eq!(encoded(&large), None);
     assert_eq!(large.free_bytes(), 8_000_000);
+}
+
+#[test]
+fn a_sample_with_other_ids_ends_the_use_of_the_own_encoder() {
+    let inputs = PlanInputs {
+        sampling: TextSampling::Keep,
+        ..with_tokenizer()
+    };
+    let body = chat("some plain words");
+    let encoder = || inputs.tokenizers.of("m").unwrap().tokenizer.encoder();
+    for (wrong, expected) in [(0, EncoderKind::Own), (1, EncoderKind::Reference)] {
+        let planned = plan(PromptRoute::ChatCompletions, body.as_bytes(), &inputs);
+        let mut sample = planned.unwrap().sample.expect("a sample");
+        sample.ids[0] += wrong;
+        assert_eq!(encoder(), EncoderKind::Own);
+        assert_eq!(CompareJob::new(sample).step(), TaskState::Done);
+        assert_eq!(encoder(), expected);
+    }
 }
 
 /// Before they are read: the ids of `[1,1` take several times its bytes.
