@@ -254,15 +254,10 @@ impl Worker {
         self.shared.started.store(true, Ordering::Release);
     }
 
-    /// The log's status, in time. Any task may ask: it takes no lock.
-    pub(super) async fn log_status(&self) -> Result<LogStatus, PlaneError> {
-        in_time(self.plane.log_status()).await
-    }
-
     /// The log's status. Its clock shows whether this process's clock stood still.
-    async fn observed_status(&self) -> Result<LogStatus, PlaneError> {
+    pub(super) async fn log_status(&self) -> Result<LogStatus, PlaneError> {
         let asked = now();
-        let status = self.log_status().await?;
+        let status = in_time(self.plane.log_status()).await?;
         let mut fold = self.shared.write();
         let stood = fold.observe_clock(asked, now(), status.now_unix_ns);
         if stood > CLOCK_STOOD_MIN {
@@ -280,7 +275,7 @@ impl Worker {
             let fold = self.shared.read();
             (fold.log(), fold.mark())
         };
-        let status = self.observed_status().await?;
+        let status = self.log_status().await?;
         let wanted = mark.filter(|mark| {
             let comparable = log == Some(status.identity) && same_log::is_there(mark, &status);
             compare == Compare::Record && comparable

@@ -222,8 +222,7 @@ impl Worker {
         Ok(fit)
     }
 
-    /// Is this record in the log that is there now? Takes no lock: the task that writes snapshots
-    /// asks too, while the writer may read for long.
+    /// Is this record in the log that is there now?
     pub(super) async fn fit(
         &self,
         log: StreamIdentity,
