@@ -526,7 +526,8 @@ impl Worker {
                 };
                 blocking::run(cut).await.map_err(io::Error::other)
             }
-            // No thread waits for the lock: this task is the index's only writer.
+            // The task that writes snapshots takes the lock too, to note the log's clock. It waits
+            // for this copy then, and new readers wait for it.
             CutRequest::Source(source, request) => {
                 let cut = move || drop(request.send(view::cut(&shared.read(), &source, now())));
                 blocking::run_low(cut).await
