@@ -16,6 +16,7 @@ mod restore;
 mod snapshots;
 
 use std::collections::BTreeSet;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
@@ -111,7 +112,7 @@ pub struct TaskFailed;
 
 /// The indexer, ready to run.
 pub struct Service {
-    worker: Worker,
+    writer: FoldWriter,
     replica: Option<Replica>,
     cut_requests: mpsc::Receiver<CutRequest>,
 }
@@ -141,14 +142,43 @@ struct Shared {
     snapshot_every_secs: OnceLock<u64>,
     /// The writer makes cuts: no writer waits for the lock then, and so no reader.
     cuts: mpsc::Sender<CutRequest>,
+    /// The latest that another task than the writer read. The writer applies it.
+    clock: watch::Sender<Option<ClockAnswer>>,
 }
 
+/// The log's clock was `unix_ns` (0: unknown) at a moment between `asked` and `answered`.
+#[derive(Clone, Copy)]
+struct ClockAnswer {
+    asked: std::time::Instant,
+    answered: std::time::Instant,
+    unix_ns: u64,
+}
+
+/// What every task of the service has. It only reads the fold.
 #[derive(Clone)]
-struct Worker {
+struct ServiceContext {
     shared: Arc<Shared>,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     snapshots: Option<SnapshotConfig>,
+}
+
+/// The one task that changes the fold. Another one that waited for the lock while this one reads for
+/// long would hold up all readers.
+struct FoldWriter(ServiceContext);
+
+impl Deref for FoldWriter {
+    type Target = ServiceContext;
+
+    fn deref(&self) -> &ServiceContext {
+        &self.0
+    }
+}
+
+impl FoldWriter {
+    fn write(&self) -> RwLockWriteGuard<'_, Fold> {
+        self.shared.fold.write()
+    }
 }
 
 impl Service {
@@ -175,15 +205,16 @@ impl Service {
             turned_away: RecentEvents::default(),
             snapshot_every_secs: OnceLock::new(),
             cuts,
+            clock: watch::Sender::new(None),
         };
-        let worker = Worker {
+        let context = ServiceContext {
             shared: Arc::new(shared),
             plane,
             subjects: Subjects::new(&namespace),
             snapshots: None,
         };
         Ok(Self {
-            worker,
+            writer: FoldWriter(context),
             replica: None,
             cut_requests,
         })
@@ -194,8 +225,8 @@ impl Service {
     pub fn with_snapshots(mut self, config: SnapshotConfig) -> Self {
         let every = config.schedule.every.as_secs();
         // Set once, here.
-        self.worker.shared.snapshot_every_secs.set(every).ok();
-        self.worker.snapshots = Some(config);
+        self.writer.shared.snapshot_every_secs.set(every).ok();
+        self.writer.0.snapshots = Some(config);
         self
     }
 
@@ -203,7 +234,7 @@ impl Service {
     #[must_use]
     pub fn with_metrics(self, more: impl Fn() -> String + Send + Sync + 'static) -> Self {
         // Set once, here.
-        drop(self.worker.shared.more_metrics.set(Box::new(more)));
+        drop(self.writer.shared.more_metrics.set(Box::new(more)));
         self
     }
 
@@ -211,7 +242,7 @@ impl Service {
     #[must_use]
     pub fn with_refusals(self, refusals: impl Fn() -> Vec<String> + Send + Sync + 'static) -> Self {
         // Set once, here.
-        drop(self.worker.shared.refusals.set(Box::new(refusals)));
+        drop(self.writer.shared.refusals.set(Box::new(refusals)));
         self
     }
 
@@ -219,7 +250,7 @@ impl Service {
     #[must_use]
     pub fn registered_as(mut self, replica: Replica) -> Self {
         let roster = RosterId(xxhash_rust::xxh3::xxh3_64(replica.id.as_bytes()));
-        self.worker.shared.write().set_roster_id(roster);
+        self.writer.write().set_roster_id(roster);
         self.replica = Some(replica);
         self
     }
@@ -227,36 +258,37 @@ impl Service {
     #[must_use]
     pub fn handle(&self) -> Handle {
         Handle {
-            shared: Arc::clone(&self.worker.shared),
+            shared: Arc::clone(&self.writer.shared),
         }
     }
 
     /// Runs until `stop` is cancelled.
     pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
         let Self {
-            worker,
+            writer,
             replica,
             cut_requests,
         } = self;
         let stop = stop.child_token();
         let tasks = TaskTracker::new();
         let mut all = FuturesUnordered::new();
-        all.push(tasks.spawn(worker.clone().follow(cut_requests, stop.clone())));
+        let context = writer.0.clone();
+        all.push(tasks.spawn(writer.follow(cut_requests, stop.clone())));
         let places = queries::places();
         let own = replica.as_ref().map(|replica| &replica.id);
-        let own = own.map(|id| worker.subjects.query_at(id));
-        for subject in [Some(worker.subjects.query()), own].into_iter().flatten() {
+        let own = own.map(|id| context.subjects.query_at(id));
+        for subject in [Some(context.subjects.query()), own].into_iter().flatten() {
             let (tasks_of_queries, stop) = (tasks.clone(), stop.clone());
-            let serve = worker.clone();
+            let serve = context.clone();
             let serve = serve.serve(subject, Arc::clone(&places), tasks_of_queries, stop);
             all.push(tasks.spawn(serve));
         }
-        if let Some(config) = worker.snapshots.clone() {
-            let snapshots = snapshots::Snapshots::new(worker.clone(), config);
+        if let Some(config) = context.snapshots.clone() {
+            let snapshots = snapshots::Snapshots::new(context.clone(), config);
             all.push(tasks.spawn(snapshots.run(stop.clone())));
         }
         if let Some(replica) = replica {
-            all.push(tasks.spawn(worker.register(replica, stop.clone())));
+            all.push(tasks.spawn(context.register(replica, stop.clone())));
         }
         tasks.close();
         // They end only when stopped; a task that ends early ends the others.
@@ -413,10 +445,6 @@ impl Shared {
     /// The fold does not panic; if it did, its next comparison would fail.
     fn read(&self) -> RwLockReadGuard<'_, Fold> {
         self.fold.read()
-    }
-
-    fn write(&self) -> RwLockWriteGuard<'_, Fold> {
-        self.fold.write()
     }
 }
 

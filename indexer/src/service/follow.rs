@@ -7,6 +7,7 @@
 
 use std::convert::Infallible;
 use std::io;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
@@ -96,16 +97,17 @@ async fn next_followed(
     }
 }
 
-impl Worker {
+impl FoldWriter {
     pub(super) async fn follow(self, cuts: mpsc::Receiver<CutRequest>, stop: CancellationToken) {
         let mut cuts = cuts;
+        let mut clock = self.shared.clock.subscribe();
         let follow = async {
             loop {
-                let Err(error) = self.follow_once(&mut cuts).await;
+                let Err(error) = self.follow_once(&mut cuts, &mut clock).await;
                 warn!(%error, "the log is taken up again");
                 self.shared.metrics.reconnects.inc();
-                self.shared.write().tick(now());
-                sleep(RETRY).await;
+                self.write().tick(now());
+                self.pause(&mut clock).await;
             }
         };
         // Every step on the fold is one synchronous call: being dropped at an await harms nothing.
@@ -120,6 +122,7 @@ impl Worker {
     async fn follow_once(
         &self,
         cuts: &mut mpsc::Receiver<CutRequest>,
+        clock: &mut watch::Receiver<Option<ClockAnswer>>,
     ) -> Result<Infallible, PlaneError> {
         self.wait_until_connected().await;
         self.open_log().await?;
@@ -128,7 +131,7 @@ impl Worker {
         let plane = Arc::clone(&self.plane);
         let mut registry = RegistryWatch::new(plane, self.subjects.worker_keys());
         {
-            let mut fold = self.shared.write();
+            let mut fold = self.write();
             fold.watch_begins();
             // The last session's reading ended with it.
             fold.reload_ended();
@@ -156,6 +159,7 @@ impl Worker {
                     self.see_connection(*connection.borrow_and_update());
                     until_compared.store(0, Ordering::Relaxed);
                 }
+                answer = next_clock_answer(clock) => self.observe_clock(answer),
                 Some(request) = cuts.recv() => self.cut(request).await,
                 Some(look) = looks.next() => {
                     self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
@@ -192,8 +196,19 @@ impl Worker {
         }
     }
 
+    /// Until the next session. Other tasks may get answers of the log that this one did not.
+    async fn pause(&self, clock: &mut watch::Receiver<Option<ClockAnswer>>) {
+        let mut pause = pin!(sleep(RETRY));
+        loop {
+            tokio::select! {
+                () = &mut pause => return,
+                answer = next_clock_answer(clock) => self.observe_clock(answer),
+            }
+        }
+    }
+
     fn see_connection(&self, connection: Connection) {
-        let mut fold = self.shared.write();
+        let mut fold = self.write();
         match connection {
             Connection::Up => fold.reconnected(now()),
             Connection::Down => fold.cut_off(now()),
@@ -210,7 +225,7 @@ impl Worker {
                 // Time goes on without the plane. Whether it changed is looked at above.
                 Connection::Down => drop(timeout(TICK, connection.changed()).await),
             }
-            self.shared.write().tick(now());
+            self.write().tick(now());
         }
     }
 
@@ -224,7 +239,7 @@ impl Worker {
             look = self.look(Compare::Record).await?;
         }
         self.start(&look.status).await;
-        let mut fold = self.shared.write();
+        let mut fold = self.write();
         if look.fit.is_broken() {
             let (position, fit) = (fold.position(), look.fit.label());
             error!(%position, fit, "the log is not the one that was read: it is read anew");
@@ -248,25 +263,26 @@ impl Worker {
             return;
         }
         if let Some(snapshots) = &self.snapshots {
-            self.shared.write().reload_first();
+            self.write().reload_first();
             self.restore_at_start(snapshots, status).await;
         }
         self.shared.started.store(true, Ordering::Release);
     }
 
-    /// The log's status. Its clock shows whether this process's clock stood still.
-    pub(super) async fn log_status(&self) -> Result<LogStatus, PlaneError> {
-        let asked = now();
-        let status = in_time(self.plane.log_status()).await?;
-        let mut fold = self.shared.write();
-        let stood = fold.observe_clock(asked, now(), status.now_unix_ns);
+    /// The log's clock shows whether this process's clock stood still.
+    fn observe_clock(&self, answer: ClockAnswer) {
+        let ClockAnswer {
+            asked,
+            answered,
+            unix_ns,
+        } = answer;
+        let stood = self.write().observe_clock(asked, answered, unix_ns);
         if stood > CLOCK_STOOD_MIN {
             warn!(
                 ?stood,
                 "this process's clock stood still, or the log's clock jumped ahead"
             );
         }
-        Ok(status)
     }
 
     async fn look(&self, compare: Compare) -> Result<Look, PlaneError> {
@@ -275,7 +291,8 @@ impl Worker {
             let fold = self.shared.read();
             (fold.log(), fold.mark())
         };
-        let status = self.log_status().await?;
+        let (status, clock) = self.timed_status().await?;
+        self.observe_clock(clock);
         let wanted = mark.filter(|mark| {
             let comparable = log == Some(status.identity) && same_log::is_there(mark, &status);
             compare == Compare::Record && comparable
@@ -313,7 +330,7 @@ impl Worker {
             return Err(PlaneError::Unavailable(why));
         }
         let (last, unix_ns) = (look.status.last, look.status.now_unix_ns);
-        self.shared.write().observe_end(look.at, last, unix_ns);
+        self.write().observe_end(look.at, last, unix_ns);
         let first = look.status.first.0;
         self.shared.log_first.store(first, Ordering::Relaxed);
         Ok(look.status.last)
@@ -358,7 +375,7 @@ impl Worker {
     /// Takes a snapshot in, if it is of use still; then the session ends. Without one, what is
     /// missing is found by numbers and digests, and asked for.
     fn has_read(&self, found: Option<Found>, has_jumped: bool) -> Result<(), PlaneError> {
-        let mut fold = self.shared.write();
+        let mut fold = self.write();
         let cause = match has_jumped {
             true => Some(RestoreCause::FellOff),
             false => fold.is_reloading().then_some(RestoreCause::Mismatch),
@@ -432,7 +449,7 @@ impl Worker {
     fn heartbeat(&self, stall: &mut ReaderStall, message: &Broadcast) {
         let now = now();
         let came = stall.turn(now);
-        let verdict = self.shared.write().heartbeat_of(now, came, message);
+        let verdict = self.write().heartbeat_of(now, came, message);
         self.shared.metrics.heartbeats.inc(verdict);
         match verdict {
             HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),
@@ -452,7 +469,7 @@ impl Worker {
     }
 
     fn registry(&self, event: RegistryEvent) {
-        let mut fold = self.shared.write();
+        let mut fold = self.write();
         match event {
             RegistryEvent::Put { key, entry } => {
                 if let Err(error) = fold.worker_put(&key, &entry.value) {
@@ -473,7 +490,7 @@ impl Worker {
 
     async fn tick<'a>(&'a self, reading: &mut Reading<'a>, is_held: bool) {
         let diverged = {
-            let mut fold = self.shared.write();
+            let mut fold = self.write();
             let now = now();
             fold.tick(now);
             // One snapshot at a time: what else diverged waits for its turn.
@@ -490,7 +507,7 @@ impl Worker {
         if is_held {
             return;
         }
-        let requests = self.shared.write().poll_resyncs(now());
+        let requests = self.write().poll_resyncs(now());
         for request in requests {
             self.ask_for_resync(&request).await;
         }
@@ -526,8 +543,6 @@ impl Worker {
                 };
                 blocking::run(cut).await.map_err(io::Error::other)
             }
-            // The task that writes snapshots takes the lock too, to note the log's clock. It waits
-            // for this copy then, and new readers wait for it.
             CutRequest::Source(source, request) => {
                 let cut = move || drop(request.send(view::cut(&shared.read(), &source, now())));
                 blocking::run_low(cut).await
@@ -539,7 +554,22 @@ impl Worker {
     }
 }
 
-async fn in_time<T>(answer: impl Future<Output = Result<T, PlaneError>>) -> Result<T, PlaneError> {
+/// The next that another task got. Cancel-safe.
+async fn next_clock_answer(clock: &mut watch::Receiver<Option<ClockAnswer>>) -> ClockAnswer {
+    loop {
+        if clock.changed().await.is_err() {
+            // The service, which has the sender, is going.
+            std::future::pending::<()>().await;
+        }
+        if let Some(answer) = *clock.borrow_and_update() {
+            return answer;
+        }
+    }
+}
+
+pub(super) async fn in_time<T>(
+    answer: impl Future<Output = Result<T, PlaneError>>,
+) -> Result<T, PlaneError> {
     let answer = timeout(STATUS_DEADLINE, answer).await;
     answer.unwrap_or_else(|_| Err(unavailable("the log's state is late")))
 }

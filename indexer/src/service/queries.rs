@@ -20,7 +20,7 @@ pub(super) fn places() -> Arc<Semaphore> {
     Arc::new(Semaphore::new(processors + MORE_AT_ONCE))
 }
 
-impl Worker {
+impl ServiceContext {
     pub(super) async fn serve(
         self,
         subject: String,
@@ -37,9 +37,9 @@ impl Worker {
                             let Ok(place) = Arc::clone(&places).acquire_owned().await else {
                                 return;
                             };
-                            let worker = self.clone();
+                            let context = self.clone();
                             tasks.spawn(async move {
-                                worker.answer(request);
+                                context.answer(request);
                                 drop(place);
                             });
                         }

@@ -6,7 +6,7 @@ use warmroute_proto::registry::IndexerEntry;
 
 use super::*;
 
-impl Worker {
+impl ServiceContext {
     /// Keeps the entry until `stop`, then removes it.
     pub(super) async fn register(self, replica: Replica, stop: CancellationToken) {
         let key = self.subjects.indexer_key(&replica.id);

@@ -10,6 +10,7 @@ use futures_util::future::{BoxFuture, Fuse};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::{Generation, StreamIdentity};
 
+use super::follow::in_time;
 use super::*;
 use crate::metrics::{RestoreCause, Skipped};
 use crate::same_log::{self, LogMatch};
@@ -52,7 +53,7 @@ pub(super) enum Wanted {
     Holding(Vec<(Source, Generation)>),
 }
 
-impl Worker {
+impl FoldWriter {
     pub(super) async fn restore_at_start(&self, config: &SnapshotConfig, status: &LogStatus) {
         let begun = now();
         for attempt in 1..=START_TRIES {
@@ -90,6 +91,24 @@ impl Worker {
         read.boxed().fuse()
     }
 
+    /// Goes back, or on, to the snapshot's position: a tail from there has to follow. Records since
+    /// then that are folded already come again, and the fold keeps what it knows to exist.
+    pub(super) fn adopt(&self, cause: RestoreCause, found: Found) {
+        let Found { name, restored } = found;
+        let (former, position) = {
+            let mut fold = self.write();
+            let former = fold.adopt(now(), restored);
+            (former, fold.position())
+        };
+        self.shared.position.send_replace(position);
+        // Freeing a large tree takes long.
+        blocking::detach(move || drop(former));
+        self.shared.metrics.snapshots.restores.inc(cause);
+        info!(name, %position, cause = cause.label(), "snapshot loaded");
+    }
+}
+
+impl ServiceContext {
     /// Reads the newest snapshot that fits the log and is of use.
     async fn find(&self, wanted: Wanted) -> Result<Option<Found>, PlaneError> {
         if self.snapshots.is_none() {
@@ -126,22 +145,6 @@ impl Worker {
             return Ok(Some(Found { name, restored }));
         }
         Ok(None)
-    }
-
-    /// Goes back, or on, to the snapshot's position: a tail from there has to follow. Records since
-    /// then that are folded already come again, and the fold keeps what it knows to exist.
-    pub(super) fn adopt(&self, cause: RestoreCause, found: Found) {
-        let Found { name, restored } = found;
-        let (former, position) = {
-            let mut fold = self.shared.write();
-            let former = fold.adopt(now(), restored);
-            (former, fold.position())
-        };
-        self.shared.position.send_replace(position);
-        // Freeing a large tree takes long.
-        blocking::detach(move || drop(former));
-        self.shared.metrics.snapshots.restores.inc(cause);
-        info!(name, %position, cause = cause.label(), "snapshot loaded");
     }
 
     pub(super) async fn snapshot_names(&self) -> Result<Vec<String>, PlaneError> {
@@ -220,6 +223,24 @@ impl Worker {
             }
         }
         Ok(fit)
+    }
+
+    /// The log's status, within a second. The writer gets what its clock shows.
+    async fn log_status(&self) -> Result<LogStatus, PlaneError> {
+        let (status, clock) = self.timed_status().await?;
+        self.shared.clock.send_replace(Some(clock));
+        Ok(status)
+    }
+
+    pub(super) async fn timed_status(&self) -> Result<(LogStatus, ClockAnswer), PlaneError> {
+        let asked = now();
+        let status = in_time(self.plane.log_status()).await?;
+        let clock = ClockAnswer {
+            asked,
+            answered: now(),
+            unix_ns: status.now_unix_ns,
+        };
+        Ok((status, clock))
     }
 
     /// Is this record in the log that is there now?

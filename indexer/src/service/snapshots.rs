@@ -25,16 +25,16 @@ const CUT_DEADLINE: Duration = Duration::from_secs(30);
 const POINTER_TRIES: usize = 8;
 
 pub(super) struct Snapshots {
-    worker: Worker,
+    context: ServiceContext,
     config: SnapshotConfig,
     progress: SnapshotProgress,
     attempts: u64,
 }
 
 impl Snapshots {
-    pub(super) fn new(worker: Worker, config: SnapshotConfig) -> Self {
+    pub(super) fn new(context: ServiceContext, config: SnapshotConfig) -> Self {
         Self {
-            worker,
+            context,
             config,
             progress: SnapshotProgress::default(),
             attempts: 0,
@@ -49,7 +49,7 @@ impl Snapshots {
                 () = sleep(LOOK) => {}
             }
             let age = self.progress.age(now());
-            self.worker.shared.metrics.snapshot_age(age);
+            self.context.shared.metrics.snapshot_age(age);
             // Dropped at an await it leaves a blob without a pointer, or a lease that runs out.
             tokio::select! {
                 biased;
@@ -74,7 +74,7 @@ impl Snapshots {
             }
         };
         if outcome != SnapshotOutcome::NotDue {
-            self.worker.shared.metrics.snapshots.outcomes.inc(outcome);
+            self.context.shared.metrics.snapshots.outcomes.inc(outcome);
         }
         match outcome {
             SnapshotOutcome::Written | SnapshotOutcome::NotDue => {}
@@ -88,7 +88,7 @@ impl Snapshots {
 
     /// None while the start is not decided, or the log is not in.
     fn reading(&self) -> Option<ReadProgress> {
-        let shared = &self.worker.shared;
+        let shared = &self.context.shared;
         let started = shared.started.load(Ordering::Acquire);
         let fold = shared.read();
         let is_in = fold.log().is_some() && fold.lag() <= READY_LAG_MAX;
@@ -106,8 +106,8 @@ impl Snapshots {
             attempt: self.attempts,
         };
         let value = codec::encode(&value).map_err(as_unavailable)?;
-        let plane = Arc::clone(&self.worker.plane);
-        let key = self.worker.subjects.snapshot_lease_key();
+        let plane = Arc::clone(&self.context.plane);
+        let key = self.context.subjects.snapshot_lease_key();
         let Some(lease) = Lease::acquire(plane, key, value.into(), LEASE).await? else {
             return Ok(SnapshotOutcome::Busy);
         };
@@ -120,7 +120,7 @@ impl Snapshots {
 
     /// What the others did in the meantime.
     async fn learn(&mut self, reading: ReadProgress) -> Result<(), PlaneError> {
-        let log = self.worker.shared.read().log();
+        let log = self.context.shared.read().log();
         match self.pointer().await? {
             Some((_, Some(pointer))) if Some(pointer.newest.log) == log => {
                 if self.is_dead(&pointer).await? {
@@ -168,12 +168,12 @@ impl Snapshots {
             bytes,
         };
         let Some(pointer) = self.move_pointer(new).await? else {
-            self.worker.plane.delete_snapshot(name).await?;
+            self.context.plane.delete_snapshot(name).await?;
             return Ok(SnapshotOutcome::Superseded);
         };
         self.progress.took(made.reading);
         let took = now().saturating_duration_since(begun);
-        let metrics = &self.worker.shared.metrics;
+        let metrics = &self.context.shared.metrics;
         metrics.snapshot_written(bytes, made.took, took);
         let position = head.at.position;
         info!(name, %position, bytes, locked = ?made.took, ?took, "snapshot written");
@@ -183,10 +183,10 @@ impl Snapshots {
 
     async fn cut(&self) -> Result<CutMade, PlaneError> {
         let (request, made) = oneshot::channel();
-        let bytes = self.worker.shared.read().tree().image_bytes();
+        let bytes = self.context.shared.read().tree().image_bytes();
         let buffer = in_background(move || touched(bytes + bytes / 16)).await?;
         let request = CutRequest::Snapshot(buffer, request);
-        let cuts = &self.worker.shared.cuts;
+        let cuts = &self.context.shared.cuts;
         cuts.try_send(request).map_err(as_unavailable)?;
         let made = timeout(CUT_DEADLINE, made).await.map_err(as_unavailable)?;
         made.map_err(as_unavailable)
@@ -194,7 +194,7 @@ impl Snapshots {
 
     /// The store hashes all of it on its way: not on a thread that answers queries.
     async fn put(&self, name: String, blob: Bytes) -> Result<(), PlaneError> {
-        let plane = Arc::clone(&self.worker.plane);
+        let plane = Arc::clone(&self.context.plane);
         let put = blocking::run_future(async move { plane.put_snapshot(name, blob).await });
         put.await.map_err(as_unavailable)?
     }
@@ -211,13 +211,13 @@ impl Snapshots {
     async fn pointer(
         &self,
     ) -> Result<Option<(RegistryEntry, Option<SnapshotPointer>)>, PlaneError> {
-        let key = self.worker.subjects.snapshot_pointer_key();
-        let entry = self.worker.plane.get(key).await?;
+        let key = self.context.subjects.snapshot_pointer_key();
+        let entry = self.context.plane.get(key).await?;
         Ok(entry.map(|entry| {
             let pointer = codec::decode(&entry.value);
             let pointer = pointer.inspect_err(|error| {
                 error!(%error, "unreadable pointer");
-                self.worker.shared.metrics.bad_entries.inc();
+                self.context.shared.metrics.bad_entries.inc();
             });
             (entry, pointer.ok())
         }))
@@ -226,7 +226,7 @@ impl Snapshots {
     /// Is its record proven to be in the log no more?
     async fn is_dead(&self, pointer: &SnapshotPointer) -> Result<bool, PlaneError> {
         let newest = &pointer.newest;
-        let fit = self.worker.fit(newest.log, &newest.at).await?;
+        let fit = self.context.fit(newest.log, &newest.at).await?;
         Ok(fit.is_broken())
     }
 
@@ -246,8 +246,8 @@ impl Snapshots {
                 return Ok(None);
             };
             let value = codec::encode(&moved).map_err(as_unavailable)?;
-            let key = self.worker.subjects.snapshot_pointer_key();
-            let put = self.worker.plane.put(key, value.into(), condition, None);
+            let key = self.context.subjects.snapshot_pointer_key();
+            let put = self.context.plane.put(key, value.into(), condition, None);
             match put.await {
                 Ok(_) => {
                     if let Some(dead) = pointer.filter(|_| is_dead) {
@@ -266,7 +266,7 @@ impl Snapshots {
 
     /// What stays is deleted next time.
     async fn clean_up(&self, pointer: &SnapshotPointer) {
-        match self.worker.plane.snapshots().await {
+        match self.context.plane.snapshots().await {
             Ok(names) => {
                 for name in policy::outdated(&names, pointer) {
                     self.delete(name).await;
@@ -277,7 +277,7 @@ impl Snapshots {
     }
 
     async fn delete(&self, name: &str) {
-        if let Err(error) = self.worker.plane.delete_snapshot(name.to_owned()).await {
+        if let Err(error) = self.context.plane.delete_snapshot(name.to_owned()).await {
             warn!(name, %error, "an old snapshot cannot be deleted");
         }
     }

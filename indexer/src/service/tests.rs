@@ -169,6 +169,35 @@ async fn before_the_log_is_known_there_is_no_answer() {
     assert_eq!(handle.digest().position, None);
 }
 
+/// While the writer reads for long, another writer would wait for it, and new readers for that one.
+#[tokio::test(start_paused = true)]
+async fn the_task_that_writes_snapshots_takes_no_lock_while_a_source_is_cut() {
+    const HANGS: Duration = Duration::from_secs(60);
+    let (running, _) = running().await;
+    let config = IndexerConfig {
+        namespace: tests_support::namespace(),
+        max_memory_bytes: None,
+    };
+    let service = Service::new(config, Arc::new(running.plane.clone())).unwrap();
+    let context = ServiceContext {
+        shared: Arc::clone(&running.handle.shared),
+        ..service.writer.0
+    };
+    let mark = running.handle.shared.read().mark().unwrap();
+    let (send, answered) = std::sync::mpsc::channel();
+    let cut = running.handle.shared.read();
+    let asking = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = { runtime }.enable_time().build().unwrap();
+        let fit = runtime.block_on(context.fit(tests_support::IDENTITY, &mark));
+        send.send(fit).unwrap();
+    });
+    let fit = answered.recv_timeout(HANGS);
+    drop(cut);
+    asking.join().unwrap();
+    assert_eq!(fit, Ok(Ok(crate::same_log::LogMatch::Same)));
+}
+
 #[tokio::test(start_paused = true)]
 async fn run_ends_when_it_is_told_to() {
     let (running, _) = running().await;

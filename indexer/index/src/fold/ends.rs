@@ -88,6 +88,11 @@ impl LogEnds {
             answered,
             unix_ns,
         };
+        // An answer that another overtook: applied, it would let the next one count a time twice.
+        let overtook = |newest: ObservedClock| newest.asked > asked && newest.unix_ns >= unix_ns;
+        if self.clock.is_some_and(overtook) {
+            return Duration::ZERO;
+        }
         let before = self.clock.replace(observed);
         let stood = before.map_or(Duration::ZERO, |before| {
             let by_the_log = Duration::from_nanos(unix_ns.saturating_sub(before.unix_ns));

@@ -129,6 +129,31 @@ fn moments_before_a_suspension_are_older_than_our_clock_shows() {
     assert_eq!(unknown, Duration::ZERO);
 }
 
+/// Two tasks ask. The first to ask may be the last to pass its answer on.
+#[test]
+fn an_overtaken_answer_counts_no_suspension_twice() {
+    let (start, mut ends) = asked_at_the_start();
+    let at = |secs: u32| start + secs * SECOND;
+    let clock = |ends: &mut LogEnds, asked: u32, answered: u32, secs: u64| {
+        ends.observe_clock(at(asked), at(answered), secs * 1_000_000_000)
+    };
+    clock(&mut ends, 0, 0, 100);
+    assert_eq!(clock(&mut ends, 2, 2, 142), 40 * SECOND);
+    assert_eq!(clock(&mut ends, 1, 1, 101), Duration::ZERO, "overtaken");
+    assert_eq!(
+        clock(&mut ends, 3, 3, 143),
+        Duration::ZERO,
+        "counted before"
+    );
+    let slow = clock(&mut ends, 2, 4, 184);
+    assert_eq!(
+        slow,
+        41 * SECOND,
+        "asked before, and answered after another suspension"
+    );
+    assert_eq!(clock(&mut ends, 5, 5, 185), Duration::ZERO);
+}
+
 #[test]
 fn a_clock_is_silent_after_its_last_answer_until_the_next() {
     let (start, mut ends) = asked_at_the_start();
