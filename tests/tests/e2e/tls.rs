@@ -259,10 +259,24 @@ async fn serve_behind_tls(fleet: &Fleet, way: KeyWay) {
     }
     let log = fs::read_to_string(router.dir.join("router.log")).unwrap();
     assert!(!log.contains(SECRET));
+    stale_connections(&router, &gate).await;
     authority_changes(fleet, &router, &gate, &stranger).await;
     authority.write(&router.dir, "ca.crt");
     fleet.until("the worker is healthy again", is_healthy).await;
     assert_eq!(router.worker().await["tls_error"], Value::Null);
+}
+
+/// An engine that closes a connection when it is used again fails no request.
+async fn stale_connections(router: &Router, gate: &TlsGate) {
+    gate.close_at_reuse();
+    for number in 0..8 {
+        let answer = router.ask(&prompt(2)).await;
+        assert_eq!(answer.status(), StatusCode::OK, "request {number}");
+        answer.bytes().await.unwrap();
+    }
+    let retries = "retries_total{reason=\"stale_connection\"}";
+    assert!(router.metric(retries).await >= 1.0);
+    assert_eq!(router.metric("retries_total{reason=\"broken\"}").await, 0.0);
 }
 
 /// Another authority takes effect without a restart.

@@ -1,6 +1,7 @@
 //! An engine behind TLS: decrypts, notes the heads of requests, and passes the bytes on.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -17,6 +18,7 @@ pub(super) struct TlsGate {
     port: u16,
     heads: Arc<Mutex<Vec<String>>>,
     cut: watch::Sender<()>,
+    closes_at_reuse: Arc<AtomicBool>,
     _accepting: AbortOnDropHandle<()>,
 }
 
@@ -36,18 +38,20 @@ impl TlsGate {
         let heads = Arc::<Mutex<Vec<String>>>::default();
         let noted = Arc::clone(&heads);
         let (cut, seen) = watch::channel(());
+        let closes_at_reuse = Arc::<AtomicBool>::default();
+        let closes = Arc::clone(&closes_at_reuse);
         let accept = async move {
             // Aborting the task closes its connections.
             let links = TaskTracker::new();
             loop {
                 if let Ok((client, _)) = listener.accept().await {
                     let (tls, engine, heads) = (tls.clone(), engine.clone(), Arc::clone(&noted));
-                    let mut cut = seen.clone();
+                    let (mut cut, closes) = (seen.clone(), Arc::clone(&closes));
                     cut.mark_unchanged();
                     links.spawn(async move {
                         tokio::select! {
                             changed = cut.changed() => changed.ok(),
-                            ended = link(client, &tls, &engine, &heads) => ended,
+                            ended = link(client, &tls, &engine, &heads, &closes) => ended,
                         }
                     });
                 }
@@ -57,6 +61,7 @@ impl TlsGate {
             port,
             heads,
             cut,
+            closes_at_reuse,
             _accepting: AbortOnDropHandle::new(TaskTracker::new().spawn(accept)),
         }
     }
@@ -68,6 +73,11 @@ impl TlsGate {
     /// Closes all connections.
     pub(super) fn cut(&self) {
         self.cut.send_replace(());
+    }
+
+    /// From now on a connection that had a `POST` ends at its next one, without a word of TLS.
+    pub(super) fn close_at_reuse(&self) {
+        self.closes_at_reuse.store(true, Ordering::Relaxed);
     }
 
     /// The beginnings of all requests so far.
@@ -83,6 +93,7 @@ async fn link(
     tls: &ServerTls,
     engine: &str,
     heads: &Mutex<Vec<String>>,
+    closes_at_reuse: &AtomicBool,
 ) -> Option<()> {
     let client = tls.accept(client).await.ok()?;
     let (mut from_client, mut to_client) = tokio::io::split(client);
@@ -91,6 +102,7 @@ async fn link(
     let (mut from_engine, mut to_engine) = engine.into_split();
     let upwards = async {
         let mut bytes = vec![0; 64 << 10];
+        let mut is_used = false;
         loop {
             let read = from_client.read(&mut bytes).await.ok()?;
             let sent = bytes.get(..read).filter(|sent| !sent.is_empty())?;
@@ -100,6 +112,12 @@ async fn link(
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .push(head);
+            }
+            if sent.starts_with(b"POST ") {
+                if is_used && closes_at_reuse.load(Ordering::Relaxed) {
+                    return None;
+                }
+                is_used = true;
             }
             to_engine.write_all(sent).await.ok()?;
         }
