@@ -36,8 +36,8 @@ RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 step "dependencies: bans, licences, sources"
 cargo deny --log-level error --locked check bans licenses sources
 step "tests"
-# Those of whole fleets mostly wait: two at a time use less than half of two processors.
-RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(($(nproc) + 1))}
+# Two for each processor: those of whole fleets mostly wait.
+RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))}
 export RUST_TEST_THREADS
 cargo test --workspace --locked --no-fail-fast
 step "the indexer's lock under a scheduler"

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use warmroute_plane::{NatsConfig, NatsPlane, Plane as _};
 use warmroute_proto::Namespace;
 
-use crate::fleet::{Company, Engines, Flags, Fleet, Mode, NAMESPACE, worker_name};
+use crate::fleet::{Engines, Flags, Fleet, Mode, NAMESPACE, worker_name};
 use watch::Watch;
 
 /// With `FAULTS_LONG=1` faults last as long as real ones may.
@@ -52,10 +52,6 @@ impl Scene {
         let mode = Mode::Nats {
             indexers: 2,
             routers,
-        };
-        let flags = Flags {
-            company: Company::Another,
-            ..flags
         };
         let fleet = Fleet::start(mode, engines, flags).await;
         let watch = Watch::start(&fleet, 1);

@@ -48,6 +48,19 @@ pub(crate) const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test"
 pub(crate) const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
 
+/// First and longest pause between two looks. Tests run beside each other: one that waits for long
+/// leaves the processors to the others.
+const LOOK_PAUSE: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(100)];
+
+/// The caller bounds the time.
+pub(crate) async fn until_true(condition: impl AsyncFn() -> bool) {
+    let [mut pause, longest] = LOOK_PAUSE;
+    while !condition().await {
+        sleep(pause).await;
+        pause = (pause * 2).min(longest);
+    }
+}
+
 /// A client without proxies that trusts the system's authorities.
 pub(crate) fn client() -> reqwest::ClientBuilder {
     EngineTls::system().expect("TLS").client()
@@ -73,7 +86,6 @@ pub(crate) struct Flags {
     pub(crate) router: &'static [&'static str],
     pub(crate) access: Access,
     pub(crate) links: Links,
-    pub(crate) company: Company,
     /// Engines that differ from [`Form::USUAL`], from the first on.
     pub(crate) forms: &'static [Form],
     /// What all parts, and `init`, have at the start.
@@ -89,7 +101,6 @@ impl Flags {
         router: &[],
         access: Access::Open,
         links: Links::Direct,
-        company: Company::None,
         forms: &[],
         version: Version::This,
     };
@@ -120,15 +131,6 @@ pub(crate) enum Access {
     Cluster,
     /// As `deploy/nats/nats-core.conf` has it: a server without JetStream, and `?log=none`.
     WithoutLog,
-}
-
-/// Fleets that run concurrently, each with a dozen processes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Company {
-    /// Only this fleet, so that it has the processors to itself.
-    None,
-    /// Also another one of this kind: for scenarios that mostly wait.
-    Another,
 }
 
 /// The shims' links to the nats-server.
@@ -175,7 +177,7 @@ impl Fleet {
     pub(crate) async fn start(mode: Mode, setup: Engines, flags: Flags) -> Self {
         let turn = match mode {
             Mode::Embedded => None,
-            Mode::Nats { .. } => Some(nats::turn(flags.company).await),
+            Mode::Nats { .. } => Some(nats::turn().await),
         };
         let place = Place::new();
         let life = LifeLimit::start(place.path(""));
@@ -340,12 +342,7 @@ impl Fleet {
         what: &str,
         condition: impl AsyncFn(&Self) -> bool,
     ) {
-        let holds = async {
-            while !condition(self).await {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        let held = timeout(most, holds).await;
+        let held = timeout(most, until_true(async || condition(self).await)).await;
         assert!(held.is_ok(), "in vain for {most:?}: {what}");
     }
 

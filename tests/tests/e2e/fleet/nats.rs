@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
+use std::thread;
 use std::time::Duration;
 
 use async_nats::{Client, ConnectOptions};
@@ -12,8 +14,8 @@ use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
-    Access, Company, Engines, Fleet, Form, INDEXER, Links, Proxy, cluster, router_ports, signal,
-    strings, text, worker_name,
+    Access, Engines, Fleet, Form, INDEXER, Links, Proxy, cluster, router_ports, signal, strings,
+    text, worker_name,
 };
 use crate::nats_server::NatsServer;
 
@@ -33,8 +35,12 @@ const SEED_FILE: &str = "router.nk";
 /// What `credentials init` made.
 const OPERATOR_DIR: &str = "operator";
 
-/// Permits for [`Company`]: a fleet that runs alone takes both.
-static FLEETS: Semaphore = Semaphore::const_new(2);
+/// Fleets that run concurrently, each with a dozen processes, which mostly wait: one for each
+/// processor, and two at least.
+static FLEETS: LazyLock<Semaphore> = LazyLock::new(|| {
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    Semaphore::new(processors.max(2))
+});
 
 pub(crate) struct Distributed {
     pub(crate) shims: Vec<Process>,
@@ -53,12 +59,8 @@ pub(crate) struct Distributed {
 }
 
 /// Waits until a fleet may start.
-pub(super) async fn turn(company: Company) -> SemaphorePermit<'static> {
-    let permits = match company {
-        Company::None => 2,
-        Company::Another => 1,
-    };
-    FLEETS.acquire_many(permits).await.expect("never closed")
+pub(super) async fn turn() -> SemaphorePermit<'static> {
+    FLEETS.acquire().await.expect("never closed")
 }
 
 impl Distributed {

@@ -17,11 +17,13 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
-use tokio::time::{Duration, sleep, timeout};
+use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 use crate::fleet::traffic::{Served, read};
-use crate::fleet::{PATIENCE, Place, Process, ROUTER, TOKENIZER, client, free_port, strings};
+use crate::fleet::{
+    PATIENCE, Place, Process, ROUTER, TOKENIZER, client, free_port, strings, until_true,
+};
 use engine::{HostileEngine, Reuse};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -153,12 +155,8 @@ impl Target {
     }
 
     async fn until(&self, what: &str, condition: impl AsyncFn(&Self) -> bool) {
-        let holds = async {
-            while !condition(self).await {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        assert!(timeout(PATIENCE, holds).await.is_ok(), "in vain: {what}");
+        let held = timeout(PATIENCE, until_true(async || condition(self).await)).await;
+        assert!(held.is_ok(), "in vain: {what}");
     }
 
     /// Asks with large bodies until one is routed by its tokens.
@@ -220,12 +218,8 @@ impl OtherClient {
     /// Waits for so many more answers.
     async fn until_answered(&self, more: usize) {
         let wanted = self.answered() + more;
-        let holds = async {
-            while self.answered() < wanted && !self.task.is_finished() {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        let held = timeout(PATIENCE, holds).await;
+        let is_answered = async || self.answered() >= wanted || self.task.is_finished();
+        let held = timeout(PATIENCE, until_true(is_answered)).await;
         assert!(held.is_ok(), "in vain: {more} more answers to others");
     }
 

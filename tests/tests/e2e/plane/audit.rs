@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::fleet::traffic::{Served, prompt, serve};
-use crate::fleet::{BLOCK, Company, Engines, Flags, Fleet, Mode};
+use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
 
 const MODE: Mode = Mode::Nats {
     indexers: 2,
@@ -100,11 +100,7 @@ async fn an_index_that_credits_absent_blocks_is_distrusted_until_it_is_right() {
         indexers: 1,
         routers: 1,
     };
-    let flags = Flags {
-        company: Company::Another,
-        ..Flags::default()
-    };
-    let fleet = Fleet::start(mode, engines, flags).await;
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
     for first in 0..PROMPTS {
         complete(&fleet, &prompt(first, 10)).await;
     }
@@ -168,7 +164,6 @@ const ENGINES: Engines = Engines {
 
 const STATE: Flags = Flags {
     router: &["--state-dir", "PLACE/state"],
-    company: Company::Another,
     ..Flags::NONE
 };
 

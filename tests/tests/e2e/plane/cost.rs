@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep};
 
 use super::streams::{Shape, Tally};
 use super::views::agree;
-use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode};
+use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
 /// Streams a second, summed over a fleet's routers.
 const RATE: u32 = 32;
@@ -68,7 +68,6 @@ impl Side {
         };
         let flags = Flags {
             access,
-            company: Company::Another,
             ..Flags::default()
         };
         Self {

@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::equality::until_equal;
 use super::load::sequential;
-use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode};
+use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -122,7 +122,6 @@ async fn let_the_server_change_streams(access: Access) {
     let flags = Flags {
         init: &["--max-bytes", "64MiB"],
         access,
-        company: Company::Another,
         ..Flags::default()
     };
     let fleet = Fleet::start(mode, engines, flags).await;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::doctor::look;
 use super::equality::until_equal;
 use crate::fleet::traffic::{request, serve};
-use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode, worker_name};
+use crate::fleet::{Access, Engines, Flags, Fleet, Mode, worker_name};
 
 const ENGINES: Engines = Engines {
     count: 1,
@@ -46,7 +46,6 @@ async fn start_with(access: Access) -> Fleet {
     let flags = Flags {
         init: &["--max-bytes", "64MiB"],
         access,
-        company: Company::Another,
         ..Flags::default()
     };
     let fleet = Fleet::start(MODE, ENGINES, flags).await;
