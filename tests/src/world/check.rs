@@ -437,6 +437,11 @@ impl World {
         let Some(shown) = self.read_index(at, Handle::workers) else {
             return;
         };
+        // At its start an indexer waits for the snapshot store.
+        let is_ready = self.read_index(at, Handle::is_ready) == Some(true);
+        if !is_ready && self.now < self.plane.slow_transfers_end + SEEN_WITHIN {
+            return;
+        }
         let is_shown = |worker: &WorkerId| {
             let mut shown = shown.iter();
             shown.any(|view| view.instance_id == *worker && view.registered)

@@ -81,6 +81,8 @@ pub enum Fault {
     LoseAcks(usize),
     /// The log has no leader: it takes and answers nothing. Registry and broadcasts go on.
     LogLeaderless,
+    /// Each transfer from or to the snapshot store takes many seconds.
+    SlowStore,
     /// A virtual machine is suspended: its process and its clocks stand still.
     SuspendShim(usize),
     SuspendIndexer(usize),
@@ -454,6 +456,7 @@ impl World {
             Fault::RefuseRecords(at) => self.impair_log(Some(at), Impairment::Refuses),
             Fault::LoseAcks(at) => self.impair_log(Some(at), Impairment::LosesAnswers),
             Fault::LogLeaderless => self.impair_log(None, Impairment::Refuses),
+            Fault::SlowStore => self.slow_store(),
             other => self.plane_fault(other),
         }
     }
@@ -491,6 +494,13 @@ impl World {
         self.fault_lasts(after);
         let subject = worker.map(|worker| self.subjects.records(&self.engines[worker].source));
         self.plane.impair(subject, how, self.now + after);
+        true
+    }
+
+    fn slow_store(&mut self) -> bool {
+        let lasts = Duration::from_millis(self.dice.later.u64(1_000..15_000));
+        self.fault_lasts(lasts);
+        self.plane.slow_store(self.now + lasts);
         true
     }
 

@@ -48,6 +48,13 @@ impl Op {
         )
     }
 
+    const fn is_of_the_store(&self) -> bool {
+        matches!(
+            self,
+            Self::Blobs | Self::Blob(_) | Self::PutBlob(..) | Self::DeleteBlob(_)
+        )
+    }
+
     pub(super) const fn label(&self) -> &'static str {
         match self {
             Self::Append { .. } => "append",
@@ -219,6 +226,10 @@ pub(super) struct Plane {
     pub(super) changed: Vec<Changed>,
     /// What is wrong with appends to a subject, or with the whole log, and until when.
     impaired: BTreeMap<Option<String>, (Impairment, At)>,
+    /// The snapshot store is slow until then.
+    store_slow_until: At,
+    /// When the last slow transfer ends.
+    pub(super) slow_transfers_end: At,
 }
 
 impl Plane {
@@ -238,7 +249,17 @@ impl Plane {
             clock_ahead: Duration::from_secs(30),
             changed: Vec::new(),
             impaired: BTreeMap::new(),
+            store_slow_until: Duration::ZERO,
+            slow_transfers_end: Duration::ZERO,
         }
+    }
+
+    pub(super) const fn slow_store(&mut self, until: At) {
+        self.store_slow_until = until;
+    }
+
+    pub(super) fn is_slow(&self, now: At, op: &Op) -> bool {
+        op.is_of_the_store() && now < self.store_slow_until
     }
 
     pub(super) fn impair(&mut self, subject: Option<String>, how: Impairment, until: At) {
@@ -247,6 +268,7 @@ impl Plane {
 
     pub(super) fn repair(&mut self) {
         self.impaired.clear();
+        self.store_slow_until = Duration::ZERO;
     }
 
     /// When the log got a leader again.

@@ -46,6 +46,10 @@ impl World {
             let after = Duration::from_millis(rng.u64(2_000..storm));
             self.plan(after, Event::Fault(Fault::PositionFreeHashes(worker)));
         }
+        if rng.u8(0..2) == 0 {
+            let after = Duration::from_millis(rng.u64(2_000..storm));
+            self.plan(after, Event::Fault(Fault::SlowStore));
+        }
     }
 
     /// For seconds, every batch of the engine has an event of an unknown type.

@@ -1,5 +1,6 @@
 //! Between hosts: what goes through the network, when it arrives, and whether it does.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -12,6 +13,8 @@ use super::{Breakage, World};
 
 /// How often a tail proves that its log is still there.
 const TAIL_CHECK: Duration = Duration::from_secs(5);
+/// Milliseconds of a transfer from or to a slow store.
+const SLOW_STORE_MS: Range<u64> = 2_000..20_000;
 
 /// Generators for later additions, so that the worlds of earlier seeds remain.
 #[derive(Debug)]
@@ -40,7 +43,7 @@ impl World {
         self.queue.push(Planned { at, order, event });
     }
 
-    pub(super) fn millis(&mut self, range: std::ops::Range<u64>) -> Duration {
+    pub(super) fn millis(&mut self, range: Range<u64>) -> Duration {
         Duration::from_micros(self.rng.u64(range.start * 1000..range.end * 1000))
     }
 
@@ -212,6 +215,10 @@ impl World {
             return;
         }
         let impairment = self.plane.impairment(self.now, &op);
+        let slow = match self.plane.is_slow(self.now, &op) {
+            true => Some(Duration::from_millis(self.dice.later.u64(SLOW_STORE_MS))),
+            false => None,
+        };
         let reply = match impairment {
             Some(Impairment::Refuses) => Reply::Unavailable,
             Some(Impairment::LosesAnswers) | None => self.answer(from, op),
@@ -221,8 +228,14 @@ impl World {
         }
         let is_lost = impairment.is_some() || self.strikes(self.rates.call_lost);
         let stalled = self.hosts[host].stalled_until.saturating_sub(self.now);
-        let after = self.delay().max(stalled);
-        let (at, reply) = if is_lost || self.now + after > give_up {
+        let after = self.delay().max(stalled) + slow.unwrap_or_default();
+        if slow.is_some() {
+            let end = &mut self.plane.slow_transfers_end;
+            *end = (*end).max(self.now + after);
+        }
+        // A transfer goes on as long as pieces come.
+        let is_late = slow.is_none() && self.now + after > give_up;
+        let (at, reply) = if is_lost || is_late {
             (give_up.max(self.now), Reply::Unavailable)
         } else {
             (self.now + after, reply)
