@@ -236,7 +236,8 @@ async fn a_peer_that_never_shakes_hands_takes_no_connection_down() {
     for (seq, sent) in (0..).zip(peers) {
         let mut peer = TcpStream::connect(address).unwrap();
         peer.write_all(sent).unwrap();
-        peer.shutdown(Shutdown::Write).unwrap();
+        // The socket may have reset the connection by now.
+        drop(peer.shutdown(Shutdown::Write));
         // It reads to the end: the socket has reported the connection's end by then.
         drop(peer.read_to_end(&mut Vec::new()));
         publish(&socket, seq, 10);
