@@ -9,8 +9,8 @@
 //!
 //! Probes, metrics and digests are open. All others show or compute much, and need a key unless the
 //! port is bound to loopback. Their memory is not part of `--max-memory`, and their work must not
-//! delay routers: few bodies and dumps are read in parallel, and one body, page or view is worked at;
-//! the others wait. What is large and needs no lock of the index runs on a thread of low priority.
+//! delay routers: few bodies and dumps are read in parallel, and of each kind of request one is worked
+//! at; the others wait. What is large and needs no lock of the index runs on a thread of low priority.
 
 mod dump;
 mod key_file;
@@ -44,7 +44,8 @@ const BODY_BYTES_MAX: usize = 16 << 20;
 const BODIES_MAX: usize = 2;
 const SCANS_MAX: usize = 1;
 
-/// Parallel work on bodies and views, of all kinds together.
+/// Parallel work on requests of one kind. A kind does not wait for another: what runs on a thread of
+/// low priority may take long.
 const WORK_MAX: usize = 1;
 
 /// Bytes of a body that are taken in between two rests, and the length of a rest. A body comes at
@@ -52,7 +53,7 @@ const WORK_MAX: usize = 1;
 const BODY_TURN_BYTES: usize = 64 << 10;
 const BODY_REST: Duration = Duration::from_millis(1);
 
-/// Deadline for getting a slot.
+/// Deadline for getting a slot, and for the turn of each piece of a request's work.
 const SLOT_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Deadline for a request's body.
@@ -60,41 +61,34 @@ const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// All routes of an indexer.
 pub fn routes(handle: &Handle) -> RouteTable {
-    let work = Arc::new(Semaphore::new(WORK_MAX));
-    let (one, scans) = (RouteTable::default, Limited::new(handle, &work, SCANS_MAX));
-    let workers = one().route("/workers", RouteAccess::Read, get(list_workers));
-    let metrics = one().route("/metrics", RouteAccess::Open, get(metrics_text));
+    let one = |path, access, method| {
+        let table = RouteTable::default().route(path, access, method);
+        table.with_state(&Limited::new(handle, SCANS_MAX))
+    };
     let probes = RouteTable::default().probes(&get(|| async { "ok" }), &get(ready));
-    // A scrape does not wait for other work.
-    let own = Arc::new(Semaphore::new(WORK_MAX));
-    queries(handle, &work)
-        .merge(digests(handle, &work, RouteAccess::Open))
-        .merge(workers.with_state(&scans))
-        .merge(metrics.with_state(&Limited::new(handle, &own, SCANS_MAX)))
+    queries(handle)
+        .merge(one("/v1/digest", RouteAccess::Open, get(digest)))
+        .merge(one("/workers", RouteAccess::Read, get(list_workers)))
+        .merge(one("/metrics", RouteAccess::Open, get(metrics_text)))
         .merge(probes.with_state(handle))
 }
 
 /// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer
 /// serves on its admin port.
 pub fn embedded(handle: &Handle) -> RouteTable {
-    let work = Arc::new(Semaphore::new(WORK_MAX));
-    queries(handle, &work).merge(digests(handle, &work, RouteAccess::Read))
+    // It names workers and counts as the metrics do.
+    let digests = RouteTable::default().route("/v1/digest", RouteAccess::Read, get(digest));
+    queries(handle).merge(digests.with_state(&Limited::new(handle, SCANS_MAX)))
 }
 
-/// `/v1/digest`, which names workers and counts as the metrics do.
-fn digests(handle: &Handle, work: &Arc<Semaphore>, access: RouteAccess) -> RouteTable {
-    let table = RouteTable::default().route("/v1/digest", access, get(digest));
-    table.with_state(&Limited::new(handle, work, SCANS_MAX))
-}
-
-fn queries(handle: &Handle, work: &Arc<Semaphore>) -> RouteTable {
+fn queries(handle: &Handle) -> RouteTable {
     let queries = RouteTable::default()
         .route("/query", RouteAccess::Read, post(query::by_tokens))
         .route("/query_by_hash", RouteAccess::Read, post(query::by_hashes));
     let dumps = RouteTable::default().route("/dump", RouteAccess::Read, get(dump::dump));
     queries
-        .with_state(&Limited::new(handle, work, BODIES_MAX))
-        .merge(dumps.with_state(&Limited::new(handle, work, SCANS_MAX)))
+        .with_state(&Limited::new(handle, BODIES_MAX))
+        .merge(dumps.with_state(&Limited::new(handle, SCANS_MAX)))
 }
 
 /// The index for requests of one kind, few of which are processed in parallel.
@@ -106,18 +100,23 @@ struct Limited {
 }
 
 impl Limited {
-    fn new(handle: &Handle, work: &Arc<Semaphore>, parallel: usize) -> Self {
+    fn new(handle: &Handle, parallel: usize) -> Self {
         Self {
             handle: handle.clone(),
             slots: Arc::new(Semaphore::new(parallel)),
-            work: Arc::clone(work),
+            work: Arc::new(Semaphore::new(WORK_MAX)),
         }
     }
 
     async fn slot(&self) -> Result<Slot, HttpError> {
-        let slots = Arc::clone(&self.slots);
-        match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
-            Ok(Ok(slot)) => Ok(Slot(Arc::new(slot))),
+        self.turn(&self.slots)
+            .await
+            .map(|slot| Slot(Arc::new(slot)))
+    }
+
+    async fn turn(&self, of: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, HttpError> {
+        match timeout(SLOT_DEADLINE, Arc::clone(of).acquire_owned()).await {
+            Ok(Ok(turn)) => Ok(turn),
             Ok(Err(_)) | Err(_) => {
                 self.handle.turned_away();
                 Err(HttpError {
@@ -135,7 +134,7 @@ impl Limited {
         read: impl FnOnce(&Handle) -> T + Send + 'static,
     ) -> Result<T, HttpError> {
         let handle = self.handle.clone();
-        let (place, slot) = (self.place().await, slot.clone());
+        let (place, slot) = (self.turn(&self.work).await?, slot.clone());
         let result = blocking::run(move || {
             let result = read(&handle);
             drop((place, slot));
@@ -150,18 +149,13 @@ impl Limited {
         slot: &Slot,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, HttpError> {
-        let (place, slot) = (self.place().await, slot.clone());
+        let (place, slot) = (self.turn(&self.work).await?, slot.clone());
         let result = blocking::run_low(move || {
             let result = work();
             drop((place, slot));
             result
         });
         result.await.map_err(HttpError::internal)
-    }
-
-    /// `None` is never returned, because the semaphore is never closed.
-    async fn place(&self) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.work).acquire_owned().await.ok()
     }
 }
 

@@ -18,14 +18,14 @@ mod snapshots;
 use std::collections::BTreeSet;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, OnceLock, RwLockReadGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
@@ -43,8 +43,8 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{DigestView, ReplicaFaults, ViewPage, ViewPageRequest};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
-use crate::fair_lock::FairRwLock;
-use crate::fold::{Fold, HeartbeatVerdict, RecordVerdict};
+use crate::fair_lock::{FairReader, FairWriter};
+use crate::fold::{ClockAnswer, Fold, HeartbeatVerdict, RecordVerdict};
 use crate::metrics::{self, Metrics, QueryOutcome, unix_ns};
 use crate::query;
 use crate::snapshot::Schedule;
@@ -124,7 +124,7 @@ pub struct Handle {
 }
 
 struct Shared {
-    fold: FairRwLock<Fold>,
+    fold: FairReader<Fold>,
     position: watch::Sender<LogPosition>,
     /// The registry was read once from start to end.
     registry_read: AtomicBool,
@@ -142,16 +142,8 @@ struct Shared {
     snapshot_every_secs: OnceLock<u64>,
     /// The writer makes cuts: no writer waits for the lock then, and so no reader.
     cuts: mpsc::Sender<CutRequest>,
-    /// The latest that another task than the writer read. The writer applies it.
+    /// What another task than the writer read of the log's clock, until the writer takes it.
     clock: watch::Sender<Option<ClockAnswer>>,
-}
-
-/// The log's clock was `unix_ns` (0: unknown) at a moment between `asked` and `answered`.
-#[derive(Clone, Copy)]
-struct ClockAnswer {
-    asked: std::time::Instant,
-    answered: std::time::Instant,
-    unix_ns: u64,
 }
 
 /// What every task of the service has. It only reads the fold.
@@ -165,19 +157,16 @@ struct ServiceContext {
 
 /// The one task that changes the fold. Another one that waited for the lock while this one reads for
 /// long would hold up all readers.
-struct FoldWriter(ServiceContext);
+struct FoldWriter {
+    context: ServiceContext,
+    fold: FairWriter<Fold>,
+}
 
 impl Deref for FoldWriter {
     type Target = ServiceContext;
 
     fn deref(&self) -> &ServiceContext {
-        &self.0
-    }
-}
-
-impl FoldWriter {
-    fn write(&self) -> RwLockWriteGuard<'_, Fold> {
-        self.shared.fold.write()
+        &self.context
     }
 }
 
@@ -189,10 +178,10 @@ impl Service {
             namespace,
             max_memory_bytes,
         } = config;
-        let fold = Fold::new(&namespace, max_memory_bytes);
+        let fold = FairWriter::new(Fold::new(&namespace, max_memory_bytes));
         let (cuts, cut_requests) = mpsc::channel(CUTS_WAITING_MAX);
         let shared = Shared {
-            fold: FairRwLock::new(fold),
+            fold: fold.reader(),
             position: watch::Sender::new(LogPosition(0)),
             registry_read: AtomicBool::new(false),
             log_first: AtomicU64::new(0),
@@ -214,7 +203,7 @@ impl Service {
             snapshots: None,
         };
         Ok(Self {
-            writer: FoldWriter(context),
+            writer: FoldWriter { context, fold },
             replica: None,
             cut_requests,
         })
@@ -226,7 +215,7 @@ impl Service {
         let every = config.schedule.every.as_secs();
         // Set once, here.
         self.writer.shared.snapshot_every_secs.set(every).ok();
-        self.writer.0.snapshots = Some(config);
+        self.writer.context.snapshots = Some(config);
         self
     }
 
@@ -250,7 +239,7 @@ impl Service {
     #[must_use]
     pub fn registered_as(mut self, replica: Replica) -> Self {
         let roster = RosterId(xxhash_rust::xxh3::xxh3_64(replica.id.as_bytes()));
-        self.writer.write().set_roster_id(roster);
+        self.writer.fold.write().set_roster_id(roster);
         self.replica = Some(replica);
         self
     }
@@ -272,7 +261,7 @@ impl Service {
         let stop = stop.child_token();
         let tasks = TaskTracker::new();
         let mut all = FuturesUnordered::new();
-        let context = writer.0.clone();
+        let context = writer.context.clone();
         all.push(tasks.spawn(writer.follow(cut_requests, stop.clone())));
         let places = queries::places();
         let own = replica.as_ref().map(|replica| &replica.id);
@@ -305,8 +294,13 @@ impl Handle {
     #[must_use]
     pub fn query(&self, query: &IndexQuery) -> IndexAnswer {
         // The chain is made before the lock: a long prompt's takes longer than looking it up.
-        let prepared = query::PreparedQuery::of(query);
-        let answer = prepared.answer(&self.shared.read(), now());
+        self.answer(&query::PreparedQuery::of(query))
+    }
+
+    /// Answers a prepared query, of one moment.
+    #[must_use]
+    pub fn answer(&self, query: &query::PreparedQuery) -> IndexAnswer {
+        let answer = query.answer(&self.shared.read(), now());
         self.shared.metrics.queries.inc(match answer {
             IndexAnswer::Runs { .. } => QueryOutcome::Answered,
             IndexAnswer::Behind { .. } => QueryOutcome::Behind,
@@ -343,7 +337,7 @@ impl Handle {
 
     #[must_use]
     pub fn digest(&self) -> DigestView {
-        view::digest(&self.shared.read(), now())
+        view::digest(&self.shared.fold, now())
     }
 
     /// A page of all that this replica can say of itself.
@@ -377,16 +371,25 @@ impl Handle {
 
     #[must_use]
     pub fn workers(&self) -> Vec<WorkerView> {
-        view::workers(&self.shared.read(), now())
+        view::workers(&self.shared.fold, now())
     }
 
-    /// One source as of one moment, cut by the writer; `None` for an unknown source.
-    pub async fn cut_source(&self, source: Source) -> Result<Option<SourceCut>, PlaneError> {
-        let (request, made) = oneshot::channel();
-        let request = CutRequest::Source(source, request);
+    /// One source as of one moment, cut by the writer; `None` for an unknown source. `held` is dropped
+    /// when the request is off the writer's queue, also if the caller goes before.
+    pub async fn cut_source(
+        &self,
+        source: Source,
+        held: impl Send + 'static,
+    ) -> Result<Option<SourceCut>, PlaneError> {
+        let (made, cut) = oneshot::channel();
+        let request = CutRequest::Source {
+            source,
+            made,
+            held: Box::new(held),
+        };
         let cut = async {
             self.shared.cuts.send(request).await.ok()?;
-            made.await.ok()
+            cut.await.ok()
         };
         let cut = timeout(SOURCE_CUT_DEADLINE, cut).await.ok().flatten();
         cut.ok_or_else(|| unavailable("the log is not followed now"))
@@ -423,7 +426,7 @@ impl Handle {
 
     /// All metrics in Prometheus' text format.
     pub fn metrics_text(&self) -> Result<Vec<u8>, prometheus::Error> {
-        let levels = metrics::levels(&self.shared.read(), now());
+        let levels = metrics::levels(&self.shared.fold, now());
         let mut text = self.shared.metrics.text(&levels)?;
         if let Some(more) = self.shared.more_metrics.get() {
             text.extend_from_slice(more().as_bytes());
@@ -433,6 +436,26 @@ impl Handle {
 }
 
 impl Shared {
+    /// Leaves an answer for the writer, unless the one that waits shows as much.
+    fn offer_clock(&self, answer: ClockAnswer) {
+        self.clock.send_if_modified(|waiting| {
+            let is_news = !waiting.is_some_and(|waiting| waiting.overtook(&answer));
+            if is_news {
+                *waiting = Some(answer);
+            }
+            is_news
+        });
+    }
+
+    fn take_clock_answer(&self) -> Option<ClockAnswer> {
+        let mut taken = None;
+        self.clock.send_if_modified(|waiting| {
+            taken = waiting.take();
+            false
+        });
+        taken
+    }
+
     fn reading(&self, fold: &Fold) -> ReadProgress {
         ReadProgress {
             at: now(),

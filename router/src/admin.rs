@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::{Path, Query, State};
@@ -11,12 +12,13 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::time::Instant;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout};
 use warmroute_indexer::WorkerView;
 use warmroute_plane::PlaneError;
 use warmroute_process::access::RouteAccess::{ByMethod, Open};
 use warmroute_process::access::RouteTable;
-use warmroute_process::build;
+use warmroute_process::{blocking, build};
 use warmroute_proto::registry::{DrainState, DrainUntil};
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::{SourceStatus, UnverifiedCause};
@@ -28,11 +30,14 @@ use crate::metrics::{Scraped, WorkerStatus};
 use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
-use crate::sync::StatusDetail;
+use crate::sync::{ReplicaStatus, StatusDetail};
 use crate::tokenizers::ModelTokenizer;
 
 /// Decisions shown if no limit is given.
 const DECISIONS_DEFAULT: usize = 50;
+
+/// Deadline for the turn to make a view.
+const VIEW_DEADLINE: Duration = Duration::from_secs(5);
 
 /// What the admin port shows.
 pub(crate) struct Admin {
@@ -43,6 +48,50 @@ pub(crate) struct Admin {
     pub deployment: Arc<Deployment>,
     /// `None`: with NATS, where the workers' shims register them.
     pub workers: Option<EmbeddedWorkers>,
+    pub views: Views,
+}
+
+/// Views of all workers, which take milliseconds. One is made at a time, on a thread of its own,
+/// however many are asked for.
+pub(crate) struct Views(Arc<Semaphore>);
+
+/// The turn to make one.
+#[derive(Debug)]
+struct ViewTurn(OwnedSemaphorePermit);
+
+impl Default for Views {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(1)))
+    }
+}
+
+impl Views {
+    async fn turn(&self) -> Result<ViewTurn, StatusCode> {
+        let turn = timeout(VIEW_DEADLINE, Arc::clone(&self.0).acquire_owned());
+        match turn.await {
+            Ok(Ok(turn)) => Ok(ViewTurn(turn)),
+            Ok(Err(_)) | Err(_) => Err(StatusCode::SERVICE_UNAVAILABLE),
+        }
+    }
+}
+
+impl ViewTurn {
+    async fn make<T: Send + 'static>(
+        self,
+        admin: &Arc<Admin>,
+        view: impl FnOnce(&Admin) -> T + Send + 'static,
+    ) -> Result<T, StatusCode> {
+        let admin = Arc::clone(admin);
+        let made = blocking::run(move || {
+            let made = view(&admin);
+            drop(self.0);
+            made
+        });
+        made.await.map_err(|error| {
+            tracing::error!(%error, "a view cannot be made");
+            StatusCode::INTERNAL_SERVER_ERROR
+        })
+    }
 }
 
 type SharedAdmin = State<Arc<Admin>>;
@@ -198,21 +247,23 @@ fn shown_drain(worker: &WorkerId, admin: &Admin) -> Value {
     })
 }
 
-async fn metrics(State(admin): SharedAdmin) -> Response {
-    match metrics_text(&admin).await {
+async fn metrics(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
+    let turn = admin.views.turn().await?;
+    let sync = admin.replicas.status(StatusDetail::Summary).await;
+    let text = move |admin: &Admin| metrics_text(admin, sync.as_ref());
+    match turn.make(&admin, text).await? {
         Ok(text) => {
             let kind = "text/plain; version=0.0.4";
-            ([(header::CONTENT_TYPE, kind)], text).into_response()
+            Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
         }
         Err(error) => {
             tracing::error!(%error, "cannot render the metrics");
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+            Err(StatusCode::INTERNAL_SERVER_ERROR)
         }
     }
 }
 
-async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
-    let sync = admin.replicas.status(StatusDetail::Summary).await;
+fn metrics_text(admin: &Admin, sync: Option<&ReplicaStatus>) -> anyhow::Result<Vec<u8>> {
     let (loads, counts, demoted) = {
         let core = admin.app.core.core();
         (core.loads(), core.counts(), core.demoted())
@@ -226,7 +277,7 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
         series: &catalog.series,
         core: &counts,
         demoted: &demoted,
-        sync: sync.as_ref(),
+        sync,
         queues: &admin.app.admission.statuses(),
         tokenizers: &admin.app.tokenizers.current(),
         leaving: admin.app.ready.is_leaving(),
@@ -268,14 +319,17 @@ fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
 }
 
 /// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
-async fn workers(State(admin): SharedAdmin) -> Json<Value> {
-    let index = admin.deployment.index();
-    let index = index.map_or_else(Vec::new, warmroute_indexer::Handle::workers);
-    let workers = admin.app.fleet.snapshot();
-    let workers = workers
-        .iter()
-        .map(|worker| shown_worker(worker, &index, &admin));
-    Json(json!({ "workers": workers.collect::<Vec<_>>() }))
+async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
+    let show = |admin: &Admin| {
+        let index = admin.deployment.index();
+        let index = index.map_or_else(Vec::new, warmroute_indexer::Handle::workers);
+        let workers = admin.app.fleet.snapshot();
+        let workers = workers
+            .iter()
+            .map(|worker| shown_worker(worker, &index, admin));
+        Json(json!({ "workers": workers.collect::<Vec<_>>() })).into_response()
+    };
+    admin.views.turn().await?.make(&admin, show).await
 }
 
 fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Value {
@@ -458,5 +512,25 @@ async fn decisions(State(admin): SharedAdmin, Query(query): Query<Limit>) -> Res
             tracing::error!(%error, "cannot show the decisions");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `/metrics` is open: whatever is asked for, one thread makes views.
+    #[tokio::test(start_paused = true)]
+    async fn views_are_made_one_at_a_time() {
+        let views = Views::default();
+        let first = views.turn().await.unwrap();
+        let began = Instant::now();
+        assert_eq!(
+            views.turn().await.err(),
+            Some(StatusCode::SERVICE_UNAVAILABLE)
+        );
+        assert_eq!(began.elapsed(), VIEW_DEADLINE);
+        drop(first);
+        assert!(views.turn().await.is_ok());
     }
 }

@@ -334,8 +334,7 @@ impl Services {
             unreadable: unreadable.clone(),
             drains_read: AtomicBool::default(),
         });
-        let followed = Arc::clone(&registry);
-        tasks.spawn("registry", followed.follow(stop.clone()));
+        tasks.spawn("registry", Arc::clone(&registry).follow(stop.clone()));
         self.load_tokenizers(&fleet);
         self.watch_engines(&fleet, &ready, config);
         let workers = self.supervise(&fleet, &core, config).await?;
@@ -369,6 +368,7 @@ impl Services {
             replicas,
             deployment: self.deployment,
             workers,
+            views: admin::Views::default(),
         };
         Ok((app, admin))
     }

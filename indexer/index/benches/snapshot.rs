@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fastrand::Rng;
-use warmroute_index::fair_lock::FairRwLock;
+use warmroute_index::fair_lock::{FairReader, FairWriter};
 use warmroute_index::fold::{Fold, RecordVerdict};
 use warmroute_index::query::PreparedQuery;
 use warmroute_index::snapshot::{Restored, format};
@@ -170,7 +170,7 @@ fn build(entries: usize) -> (World, Vec<IndexQuery>) {
 
 /// Sorted times of lookups, one after the other, until stopped.
 fn look(
-    fold: &FairRwLock<Fold>,
+    fold: &FairReader<Fold>,
     queries: &[IndexQuery],
     now: Instant,
     stop: &AtomicBool,
@@ -203,7 +203,7 @@ fn print_times(what: &str, times: &[Duration]) -> Duration {
 
 /// Lookups while `beside` runs.
 fn beside(
-    fold: &FairRwLock<Fold>,
+    fold: &FairReader<Fold>,
     queries: &[IndexQuery],
     now: Instant,
     beside: impl FnOnce(),
@@ -232,7 +232,7 @@ fn main() {
         world.fold.tree().bytes() / 1_000_000,
         log_bytes / 1_000_000,
     );
-    let fold = FairRwLock::new(world.fold);
+    let fold = FairWriter::new(world.fold).reader();
     let quiet = beside(&fold, &queries, now, || std::thread::sleep(LOOKING));
     let quiet = print_times("alone", &quiet);
     let mut cuts = Vec::new();

@@ -21,6 +21,8 @@ use crate::tree::{SourceNumber, TierMask};
 const GROUP_BYTES: usize = 32;
 const DETAIL_BYTES: usize = 30;
 
+const STEP_BLOCKS: usize = 1024;
+
 /// A prompt's prefix chain, computed before the lock is taken: for a long prompt it takes longer
 /// than the lookup.
 pub struct PreparedQuery {
@@ -65,9 +67,20 @@ impl PreparedQuery {
 
     #[must_use]
     pub fn of_blocks(blocks: &[LocalHash]) -> Self {
+        Self::in_steps(blocks.to_vec(), || ())
+    }
+
+    /// Pauses after each step of some 20 µs.
+    #[must_use]
+    pub fn in_steps(blocks: Vec<LocalHash>, mut pause: impl FnMut()) -> Self {
+        let mut chain: Vec<PrefixHash> = Vec::with_capacity(blocks.len());
+        for step in blocks.chunks(STEP_BLOCKS) {
+            chain.extend(prefix_hashes(chain.last().copied(), step));
+            pause();
+        }
         Self {
-            blocks: blocks.to_vec(),
-            chain: prefix_hashes(None, blocks).collect(),
+            blocks,
+            chain,
             at_least: None,
         }
     }

@@ -1,4 +1,7 @@
-//! Plain views of the fold for HTTP and the plane, each made under one read lock.
+//! Plain views of the fold for HTTP and the plane.
+//!
+//! A page and a cut are of one moment. What shows all sources is read in steps of [`STEP`], each of
+//! one moment, because readers and the writer wait for each other.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +11,12 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
 use warmroute_proto::{EngineHealth, Source, WorkerId};
 
+use crate::fair_lock::FairReader;
 use crate::fold::{Fold, SourceStatus};
 use crate::tree::SourceNodes;
+
+/// Sources, or workers, that are read under one lock: some 50 µs.
+const STEP: usize = 64;
 
 /// Bytes at which a page of a view ends: half of what NATS accepts by default.
 const PAGE_BYTES_MAX: usize = 512 << 10;
@@ -51,42 +58,80 @@ pub struct SourceCut {
     pub nodes: Option<SourceNodes>,
 }
 
-pub fn digest(fold: &Fold, now: Instant) -> DigestView {
+/// Every source with its status, in order.
+pub fn statuses(fold: &FairReader<Fold>, now: Instant) -> Vec<(Source, SourceStatus)> {
+    in_steps(|after: Option<&(Source, SourceStatus)>, all| {
+        let fold = fold.read();
+        let step = fold.statuses_after(after.map(|(source, _)| source), now);
+        all.extend(
+            step.take(STEP)
+                .map(|(source, status)| (source.clone(), status)),
+        );
+    })
+}
+
+/// `step` adds up to [`STEP`] items to those that follow the one that it is given.
+fn in_steps<T: Clone>(mut step: impl FnMut(Option<&T>, &mut Vec<T>)) -> Vec<T> {
+    let mut all: Vec<T> = Vec::new();
+    loop {
+        let (before, last) = (all.len(), all.last().cloned());
+        step(last.as_ref(), &mut all);
+        if all.len() < before + STEP {
+            return all;
+        }
+    }
+}
+
+/// Everything up to the position is in; sources may be ahead of it.
+pub fn digest(fold: &FairReader<Fold>, now: Instant) -> DigestView {
+    let position = {
+        let fold = fold.read();
+        fold.log().map(|_| fold.position())
+    };
+    let sources = statuses(fold, now);
+    let sources = sources.iter();
     DigestView {
-        position: fold.log().map(|_| fold.position()),
-        sources: fold
-            .statuses(now)
-            .map(|(source, status)| source_digest(source, &status))
+        position,
+        sources: sources
+            .map(|(source, status)| source_digest(source, status))
             .collect(),
     }
 }
 
-pub fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
-    let mut views: Vec<WorkerView> = fold
-        .workers()
-        .map(|worker| WorkerView {
+pub fn workers(fold: &FairReader<Fold>, now: Instant) -> Vec<WorkerView> {
+    let mut views = in_steps(|after: Option<&WorkerView>, all| {
+        let fold = fold.read();
+        let step = fold.workers_after(after.map(|view| &view.instance_id));
+        all.extend(step.take(STEP).map(|worker| WorkerView {
             instance_id: worker.entry.worker.clone(),
             entry: Some(worker.entry.clone()),
             registered: worker.gone_since.is_none(),
             sources: Vec::new(),
-        })
-        .collect();
-    for (source, status) in fold.statuses(now) {
+        }));
+    });
+    let mut unlisted = Vec::new();
+    for (source, status) in statuses(fold, now) {
         let found = views.binary_search_by(|view| view.instance_id.cmp(&source.worker));
-        let at = found.unwrap_or_else(|at| {
-            let view = WorkerView {
-                instance_id: source.worker.clone(),
-                entry: None,
-                registered: false,
-                sources: Vec::new(),
-            };
-            views.insert(at, view);
-            at
-        });
-        if let Some(view) = views.get_mut(at) {
-            view.sources.push(source_view(source, &status));
+        match found.ok().and_then(|at| views.get_mut(at)) {
+            Some(view) => view.sources.push(source_view(&source, &status)),
+            None => unlisted.push((source, status)),
         }
     }
+    // The ranks of a worker follow each other.
+    for ranks in unlisted.chunk_by(|(one, _), (next, _)| one.worker == next.worker) {
+        views.extend(ranks.first().map(|(first, _)| {
+            WorkerView {
+                instance_id: first.worker.clone(),
+                entry: None,
+                registered: false,
+                sources: ranks
+                    .iter()
+                    .map(|(source, status)| source_view(source, status))
+                    .collect(),
+            }
+        }));
+    }
+    views.sort_unstable_by(|one, other| one.instance_id.cmp(&other.instance_id));
     views
 }
 
@@ -101,10 +146,8 @@ pub fn cut(fold: &Fold, source: &Source, now: Instant) -> Option<SourceCut> {
 /// A page of the fold's view. The process fills in version, readiness, clock and snapshot interval.
 pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage {
     let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
-    let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);
     let mut wanted = fold
-        .statuses(now)
-        .filter(|(source, _)| behind(source))
+        .statuses_after(ask.after.as_ref(), now)
         .map(|(source, status)| full_view(source, &status));
     let (mut sources, mut bytes) = (Vec::new(), 0);
     while sources.len() < sources_max && bytes < PAGE_BYTES_MAX {
@@ -174,5 +217,44 @@ fn source_view(source: &Source, status: &SourceStatus) -> SourceView {
         },
         proof_age_ms: age.map(milliseconds),
         engine_health: status.health,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fair_lock::FairWriter;
+    use crate::tests_support::World;
+
+    /// More than one step of each kind, and steps that end with the last one.
+    #[test]
+    fn steps_show_every_source_and_worker_once() {
+        for ranks in [1, STEP / 2, STEP, 2 * STEP, 3 * STEP + 1] {
+            let mut world = World::new();
+            let names: Vec<String> = (0..ranks).map(|at| format!("w{at:03}")).collect();
+            for (at, name) in names.iter().enumerate() {
+                world.publish(&format!("{name}/0"), Vec::new());
+                if at % 2 == 0 {
+                    world.publish(&format!("{name}/1"), Vec::new());
+                    world.register(name);
+                }
+            }
+            let (now, fold) = (world.now, FairWriter::new(world.fold).reader());
+            let of_one_moment = fold.read();
+            let expected = of_one_moment
+                .statuses(now)
+                .map(|(source, status)| (source.clone(), status));
+            let expected: Vec<_> = expected.collect();
+            assert_eq!(statuses(&fold, now), expected);
+            let shown = workers(&fold, now);
+            let ids: Vec<_> = shown.iter().map(|view| view.instance_id.as_str()).collect();
+            assert_eq!(ids, names);
+            for (at, view) in shown.iter().enumerate() {
+                let is_listed = at % 2 == 0;
+                assert_eq!(view.entry.is_some(), is_listed);
+                assert_eq!(view.registered, is_listed);
+                assert_eq!(view.sources.len(), if is_listed { 2 } else { 1 });
+            }
+        }
     }
 }

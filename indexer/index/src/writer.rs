@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use warmroute_proto::{Change, LogPosition, PrefixHash};
 
-use crate::fair_lock::FairRwLock;
+use crate::fair_lock::FairWriter;
 use crate::fold::{Fold, ParsedMessage, RecordVerdict};
 use crate::tree::{Growth, SourceNumber};
 
@@ -24,7 +24,7 @@ const RECLAIM_TURN: usize = 64;
 const IDLE_TURNS: usize = 128;
 
 /// Frees blocks of dead generations, between two looks at an idle log.
-pub fn reclaim(fold: &FairRwLock<Fold>) {
+pub fn reclaim(fold: &FairWriter<Fold>) {
     for _ in 0..IDLE_TURNS {
         if !fold.write().reclaim(RECLAIM_TURN) {
             return;
@@ -34,7 +34,7 @@ pub fn reclaim(fold: &FairRwLock<Fold>) {
 
 /// Applies messages. Returns their verdicts, and the fold's position after them.
 pub fn apply(
-    fold: &FairRwLock<Fold>,
+    fold: &FairWriter<Fold>,
     messages: &[ParsedMessage],
     now: Instant,
 ) -> (Vec<RecordVerdict>, LogPosition) {
@@ -45,7 +45,7 @@ pub fn apply(
 }
 
 fn in_one_turn(
-    fold: &FairRwLock<Fold>,
+    fold: &FairWriter<Fold>,
     messages: &[ParsedMessage],
     now: Instant,
 ) -> (Vec<RecordVerdict>, LogPosition) {
@@ -59,7 +59,7 @@ fn in_one_turn(
 }
 
 fn in_short_turns(
-    fold: &FairRwLock<Fold>,
+    fold: &FairWriter<Fold>,
     messages: &[ParsedMessage],
     now: Instant,
 ) -> (Vec<RecordVerdict>, LogPosition) {
@@ -67,7 +67,7 @@ fn in_short_turns(
     let mut verdicts = Vec::with_capacity(messages.len());
     let mut rest = messages;
     while let Some(first) = rest.first() {
-        let upcoming = fold.read_as_writer().to_come(first);
+        let upcoming = fold.read().to_come(first);
         if let Some((number, changes)) = upcoming {
             prepare(fold, number, changes, &mut scratch);
         }
@@ -81,7 +81,7 @@ fn in_short_turns(
             break;
         }
     }
-    (verdicts, fold.read_as_writer().position())
+    (verdicts, fold.read().position())
 }
 
 /// Messages applied in one turn: one, and short ones with it.
@@ -96,7 +96,7 @@ fn turn_len(messages: &[ParsedMessage]) -> usize {
 
 /// Prepares the changes of a record before readers are excluded.
 fn prepare(
-    fold: &FairRwLock<Fold>,
+    fold: &FairWriter<Fold>,
     number: SourceNumber,
     changes: &[Change],
     scratch: &mut Vec<PrefixHash>,
@@ -106,7 +106,7 @@ fn prepare(
         _ => 0,
     };
     for change in changes {
-        let mut growth = fold.read_as_writer().tree().warm(number, change, scratch);
+        let mut growth = fold.read().tree().warm(number, change, scratch);
         while growth.left() > leave {
             fold.write().grow(change, &mut growth);
         }

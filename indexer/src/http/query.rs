@@ -13,16 +13,20 @@ use tokio::time::timeout;
 use warmroute_index::view::WorkerView;
 use warmroute_process::blocking;
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
 };
 
 use super::{BODY_DEADLINE, HttpError, Limited, body_of, check_content_type};
+use crate::query::PreparedQuery;
 use crate::service::Handle;
 
 /// Elements of a body that are parsed in one step, and blocks that are hashed in one: some 50 µs.
 const STEP_ELEMENTS: usize = 1024;
+
+/// Maximum blocks of a prompt: a million, of 16 tokens each mostly.
+const BLOCKS_MAX: usize = 1 << 20;
 
 /// Common fields are repeated, because `serde(flatten)` buffers unknown fields.
 #[derive(Deserialize)]
@@ -160,6 +164,16 @@ trait QueryBody: DeserializeOwned + Send + 'static {
 
     /// The blocks that are looked up.
     fn blocks(self, chosen: &Chosen) -> Result<Vec<LocalHash>, HttpError>;
+
+    fn prepared(self, chosen: &Chosen) -> Result<PreparedQuery, HttpError> {
+        let blocks = self.blocks(chosen)?;
+        if blocks.len() > BLOCKS_MAX {
+            return Err(HttpError::bad(format!(
+                "the prompt has more than {BLOCKS_MAX} blocks"
+            )));
+        }
+        Ok(PreparedQuery::in_steps(blocks, blocking::give_way))
+    }
 }
 
 impl QueryBody for TokensQuery {
@@ -234,9 +248,9 @@ async fn answer<T: QueryBody>(index: &Limited, request: Request) -> Result<Respo
     let scope = query.scope();
     let choose = move |handle: &Handle| Chosen::of(&handle.workers(), &scope);
     let chosen = index.read(&slot, choose).await??;
-    let hash = move || query.blocks(&chosen).map(|blocks| (chosen, blocks));
-    let (chosen, blocks) = index.compute(&slot, hash).await??;
-    let look_up = move |handle: &Handle| chosen.answer(handle, blocks);
+    let hash = move || query.prepared(&chosen).map(|prepared| (chosen, prepared));
+    let (chosen, prepared) = index.compute(&slot, hash).await??;
+    let look_up = move |handle: &Handle| chosen.answer(handle, &prepared);
     let found = index.read(&slot, look_up).await??;
     index.compute(&slot, || Json(found).into_response()).await
 }
@@ -244,6 +258,7 @@ async fn answer<T: QueryBody>(index: &Limited, request: Request) -> Result<Respo
 /// The workers that a query is about, which share one block size.
 struct Chosen {
     block_size: BlockSize,
+    /// In order.
     workers: Vec<WorkerId>,
     /// The model is this adapter.
     lora: Option<String>,
@@ -273,12 +288,8 @@ impl Chosen {
         })
     }
 
-    fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, HttpError> {
-        let query = IndexQuery {
-            blocks,
-            at_least: None,
-        };
-        match handle.query(&query) {
+    fn answer(&self, handle: &Handle, query: &PreparedQuery) -> Result<QueryResponse, HttpError> {
+        match handle.answer(query) {
             IndexAnswer::Runs {
                 position, sources, ..
             } => Ok(self.response(position, &sources)),
@@ -296,7 +307,8 @@ impl Chosen {
             scores: BTreeMap::new(),
             instances: BTreeMap::new(),
         };
-        let meant = |answer: &&SourceAnswer| self.workers.contains(&answer.source.worker);
+        let meant =
+            |answer: &&SourceAnswer| self.workers.binary_search(&answer.source.worker).is_ok();
         for answer in sources.iter().filter(meant) {
             let Source { worker, dp_rank } = &answer.source;
             let gpu = u64::from(answer.run.gpu) * size;
@@ -316,5 +328,30 @@ impl Chosen {
             scores.insert(*dp_rank, gpu);
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A body may name more blocks than any prompt has.
+    #[test]
+    fn the_blocks_of_a_query_are_bounded() {
+        let chosen = Chosen {
+            block_size: BlockSize::new(1).unwrap(),
+            workers: Vec::new(),
+            lora: None,
+        };
+        let of = |blocks: usize| HashQuery {
+            model: None,
+            block_size: None,
+            instance_id: None,
+            block_hashes: vec![LocalHash(0); blocks],
+            cache_salt: None,
+        };
+        assert!(of(BLOCKS_MAX).prepared(&chosen).is_ok());
+        let refused = of(BLOCKS_MAX + 1).prepared(&chosen);
+        assert_eq!(refused.err().unwrap().status, StatusCode::BAD_REQUEST);
     }
 }

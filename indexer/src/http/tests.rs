@@ -335,3 +335,18 @@ async fn few_bodies_are_read_at_a_time_and_none_for_ever() {
     let (status, _) = json(address, "POST /query", &body).await;
     assert_eq!(status, 200);
 }
+
+#[tokio::test(start_paused = true)]
+async fn work_that_waits_for_its_turn_ends_with_an_error() {
+    let running = Running::start(tests_support::plane());
+    let index = Limited::new(&running.handle, BODIES_MAX);
+    let (one, other) = (index.slot().await.ok(), index.slot().await.ok().unwrap());
+    assert!(one.is_some());
+    let turn = index.turn(&index.work).await.ok();
+    assert!(index.slot().await.is_err(), "both slots are taken");
+    let error = index.compute(&other, || ()).await.unwrap_err();
+    assert_eq!(error.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(running.handle.faults().turned_away, 2);
+    drop(turn);
+    assert!(index.compute(&other, || ()).await.is_ok());
+}

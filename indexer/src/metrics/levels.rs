@@ -3,11 +3,13 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
+use warmroute_index::view;
 use warmroute_process::metrics::{MetricKind, MetricLabels, MetricsText};
 use warmroute_proto::Source;
 use warmroute_proto::query::{NO_EVENTS, SourceState, UnknownReason, is_without_events};
 use warmroute_proto::view::SourceFault;
 
+use crate::fair_lock::FairReader;
 use crate::fold::{Fold, SourceStatus};
 
 const STATES: [&str; 7] = [
@@ -220,13 +222,11 @@ impl Scrape {
 }
 
 /// The levels of the fold.
-pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
-    let all = fold.statuses(now);
-    let all: Vec<_> = all
-        .map(|(source, status)| (source.clone(), status))
-        .collect();
+pub(crate) fn levels(fold: &FairReader<Fold>, now: Instant) -> Levels {
+    let all = view::statuses(fold, now);
     let (left, sources): (Vec<_>, Vec<_>) =
         all.into_iter().partition(|(_, status)| status.has_left());
+    let fold = fold.read();
     Levels {
         sources,
         left: left.len(),

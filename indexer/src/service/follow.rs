@@ -6,7 +6,6 @@
 //! of them and after a reconnect, without holding up the folding.
 
 use std::convert::Infallible;
-use std::io;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -44,7 +43,68 @@ const CLOCK_STOOD_MIN: Duration = Duration::from_secs(1);
 pub(super) enum CutRequest {
     /// The whole fold, with the image in this buffer.
     Snapshot(Vec<u8>, oneshot::Sender<CutMade>),
-    Source(Source, oneshot::Sender<Option<SourceCut>>),
+    Source {
+        source: Source,
+        made: oneshot::Sender<Option<SourceCut>>,
+        /// What the requester holds while the request exists.
+        held: Box<dyn Send>,
+    },
+}
+
+impl CutRequest {
+    /// Whether the requester is gone.
+    fn is_given_up(&self) -> bool {
+        match self {
+            Self::Snapshot(_, made) => made.is_closed(),
+            Self::Source { made, .. } => made.is_closed(),
+        }
+    }
+}
+
+/// The writer waits for each cut. Between two it does other work for a multiple of that time, at most
+/// [`CUT_REST_MAX`]: so cuts, however many are asked for, leave the log most of the writer's time.
+const CUT_RESTS: u32 = 4;
+const CUT_REST_MAX: Duration = Duration::from_secs(2);
+
+/// Requests for cuts, and until when they wait.
+pub(super) struct Cuts {
+    requests: mpsc::Receiver<CutRequest>,
+    not_before: Instant,
+}
+
+impl Cuts {
+    pub(super) fn new(requests: mpsc::Receiver<CutRequest>) -> Self {
+        Self {
+            requests,
+            not_before: Instant::now(),
+        }
+    }
+
+    /// The next whose requester waits. Cancel-safe.
+    pub(super) async fn next(&mut self) -> CutRequest {
+        sleep_until(self.not_before).await;
+        loop {
+            match self.requests.recv().await {
+                Some(request) if request.is_given_up() => {}
+                Some(request) => return request,
+                // The service, which has the sender, is going.
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    pub(super) fn made_one(&mut self, took: Duration) {
+        self.not_before = Instant::now() + (took * CUT_RESTS).min(CUT_REST_MAX);
+    }
+}
+
+/// What a session follows.
+struct Session {
+    log: LogTail,
+    /// The log's end at the beginning.
+    live_from: LogPosition,
+    heartbeats: PlaneStream<Broadcast>,
+    stall: ReaderStall,
 }
 
 /// The log's answer about itself.
@@ -99,15 +159,15 @@ async fn next_followed(
 
 impl FoldWriter {
     pub(super) async fn follow(self, cuts: mpsc::Receiver<CutRequest>, stop: CancellationToken) {
-        let mut cuts = cuts;
-        let mut clock = self.shared.clock.subscribe();
+        let mut cuts = Cuts::new(cuts);
         let follow = async {
             loop {
-                let Err(error) = self.follow_once(&mut cuts, &mut clock).await;
+                let Err(error) = self.follow_once(&mut cuts).await;
                 warn!(%error, "the log is taken up again");
                 self.shared.metrics.reconnects.inc();
-                self.write().tick(now());
-                self.pause(&mut clock).await;
+                self.tick_fold();
+                // Other tasks may get answers of the log that this one did not.
+                self.beside_clock(sleep(RETRY)).await;
             }
         };
         // Every step on the fold is one synchronous call: being dropped at an await harms nothing.
@@ -118,29 +178,41 @@ impl FoldWriter {
         }
     }
 
-    /// Follows the log from where it was left, until the session ends.
-    async fn follow_once(
-        &self,
-        cuts: &mut mpsc::Receiver<CutRequest>,
-        clock: &mut watch::Receiver<Option<ClockAnswer>>,
-    ) -> Result<Infallible, PlaneError> {
+    /// Takes up the log where it was left.
+    async fn begin(&self) -> Result<Session, PlaneError> {
         self.wait_until_connected().await;
         self.open_log().await?;
-        let mut heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
-        let mut stall = ReaderStall::new(now());
-        let plane = Arc::clone(&self.plane);
-        let mut registry = RegistryWatch::new(plane, self.subjects.worker_keys());
+        let heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
+        let stall = ReaderStall::new(now());
         {
-            let mut fold = self.write();
+            let mut fold = self.fold.write();
             fold.watch_begins();
             // The last session's reading ended with it.
             fold.reload_ended();
         }
-        let position = self.shared.read().position();
+        let position = self.fold.read().position();
         info!(%position, "following the log");
-        let mut log = self.plane.tail(position, BATCH_MAX).await?;
+        let log = self.plane.tail(position, BATCH_MAX).await?;
         // The tail follows the log that is there now.
         let live_from = self.looked(self.look(Compare::EndOnly).await?)?;
+        Ok(Session {
+            log,
+            live_from,
+            heartbeats,
+            stall,
+        })
+    }
+
+    /// Follows the log until the session ends.
+    async fn follow_once(&self, cuts: &mut Cuts) -> Result<Infallible, PlaneError> {
+        let Session {
+            mut log,
+            live_from,
+            mut heartbeats,
+            mut stall,
+        } = self.beside_clock(self.begin()).await?;
+        let plane = Arc::clone(&self.plane);
+        let mut registry = RegistryWatch::new(plane, self.subjects.worker_keys());
         let mut connection = self.plane.connection();
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -159,8 +231,12 @@ impl FoldWriter {
                     self.see_connection(*connection.borrow_and_update());
                     until_compared.store(0, Ordering::Relaxed);
                 }
-                answer = next_clock_answer(clock) => self.observe_clock(answer),
-                Some(request) = cuts.recv() => self.cut(request).await,
+                () = self.clock_answered() => self.take_in_clock(),
+                request = cuts.next() => {
+                    let begun = now();
+                    self.cut(request).await;
+                    cuts.made_one(now().saturating_duration_since(begun));
+                }
                 Some(look) = looks.next() => {
                     self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
                     self.looked_again(look)?;
@@ -196,19 +272,42 @@ impl FoldWriter {
         }
     }
 
-    /// Until the next session. Other tasks may get answers of the log that this one did not.
-    async fn pause(&self, clock: &mut watch::Receiver<Option<ClockAnswer>>) {
-        let mut pause = pin!(sleep(RETRY));
+    /// Waits, and takes in what other tasks read of the log's clock in the meantime. Not while a cut is
+    /// made, whose reader holds the lock.
+    pub(super) async fn beside_clock<T>(&self, wait: impl Future<Output = T>) -> T {
+        let mut wait = pin!(wait);
         loop {
             tokio::select! {
-                () = &mut pause => return,
-                answer = next_clock_answer(clock) => self.observe_clock(answer),
+                biased;
+                () = self.clock_answered() => self.take_in_clock(),
+                value = &mut wait => return value,
             }
         }
     }
 
+    /// Another task left an answer about the log's clock. Cancel-safe.
+    async fn clock_answered(&self) {
+        let mut waiting = self.shared.clock.subscribe();
+        if waiting.wait_for(Option::is_some).await.is_err() {
+            // The service, which has the sender, is going.
+            std::future::pending::<()>().await;
+        }
+    }
+
+    fn take_in_clock(&self) {
+        if let Some(answer) = self.shared.take_clock_answer() {
+            self.observe_clock(answer);
+        }
+    }
+
+    /// What was read of the log's clock comes first: it shows how much time passed.
+    fn tick_fold(&self) {
+        self.take_in_clock();
+        self.fold.write().tick(now());
+    }
+
     fn see_connection(&self, connection: Connection) {
-        let mut fold = self.write();
+        let mut fold = self.fold.write();
         match connection {
             Connection::Up => fold.reconnected(now()),
             Connection::Down => fold.cut_off(now()),
@@ -225,7 +324,7 @@ impl FoldWriter {
                 // Time goes on without the plane. Whether it changed is looked at above.
                 Connection::Down => drop(timeout(TICK, connection.changed()).await),
             }
-            self.write().tick(now());
+            self.tick_fold();
         }
     }
 
@@ -239,7 +338,7 @@ impl FoldWriter {
             look = self.look(Compare::Record).await?;
         }
         self.start(&look.status).await;
-        let mut fold = self.write();
+        let mut fold = self.fold.write();
         if look.fit.is_broken() {
             let (position, fit) = (fold.position(), look.fit.label());
             error!(%position, fit, "the log is not the one that was read: it is read anew");
@@ -263,7 +362,7 @@ impl FoldWriter {
             return;
         }
         if let Some(snapshots) = &self.snapshots {
-            self.write().reload_first();
+            self.fold.write().reload_first();
             self.restore_at_start(snapshots, status).await;
         }
         self.shared.started.store(true, Ordering::Release);
@@ -271,12 +370,7 @@ impl FoldWriter {
 
     /// The log's clock shows whether this process's clock stood still.
     fn observe_clock(&self, answer: ClockAnswer) {
-        let ClockAnswer {
-            asked,
-            answered,
-            unix_ns,
-        } = answer;
-        let stood = self.write().observe_clock(asked, answered, unix_ns);
+        let stood = self.fold.write().observe_clock(answer);
         if stood > CLOCK_STOOD_MIN {
             warn!(
                 ?stood,
@@ -330,7 +424,7 @@ impl FoldWriter {
             return Err(PlaneError::Unavailable(why));
         }
         let (last, unix_ns) = (look.status.last, look.status.now_unix_ns);
-        self.write().observe_end(look.at, last, unix_ns);
+        self.fold.write().observe_end(look.at, last, unix_ns);
         let first = look.status.first.0;
         self.shared.log_first.store(first, Ordering::Relaxed);
         Ok(look.status.last)
@@ -363,7 +457,7 @@ impl FoldWriter {
     /// If the log went on without us: a newer snapshot saves the sources that a gap would cost.
     fn jumped(&self, batch: &[LogMessage]) -> Option<Reading<'_>> {
         let to = batch.first()?.position;
-        let fold = self.shared.fold.read_as_writer();
+        let fold = self.fold.read();
         let position = fold.position();
         if !fold.would_jump(to) {
             return None;
@@ -375,7 +469,7 @@ impl FoldWriter {
     /// Takes a snapshot in, if it is of use still; then the session ends. Without one, what is
     /// missing is found by numbers and digests, and asked for.
     fn has_read(&self, found: Option<Found>, has_jumped: bool) -> Result<(), PlaneError> {
-        let mut fold = self.write();
+        let mut fold = self.fold.write();
         let cause = match has_jumped {
             true => Some(RestoreCause::FellOff),
             false => fold.is_reloading().then_some(RestoreCause::Mismatch),
@@ -408,7 +502,7 @@ impl FoldWriter {
             .iter()
             .map(|message| ParsedMessage::of(&self.subjects, message))
             .collect();
-        let (verdicts, position) = writer::apply(&self.shared.fold, &parsed, now());
+        let (verdicts, position) = writer::apply(&self.fold, &parsed, now());
         self.shared.position.send_replace(position);
         for (message, verdict) in now_taken.iter().zip(verdicts) {
             self.shared.metrics.records.inc(verdict);
@@ -449,7 +543,7 @@ impl FoldWriter {
     fn heartbeat(&self, stall: &mut ReaderStall, message: &Broadcast) {
         let now = now();
         let came = stall.turn(now);
-        let verdict = self.write().heartbeat_of(now, came, message);
+        let verdict = self.fold.write().heartbeat_of(now, came, message);
         self.shared.metrics.heartbeats.inc(verdict);
         match verdict {
             HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),
@@ -469,7 +563,7 @@ impl FoldWriter {
     }
 
     fn registry(&self, event: RegistryEvent) {
-        let mut fold = self.write();
+        let mut fold = self.fold.write();
         match event {
             RegistryEvent::Put { key, entry } => {
                 if let Err(error) = fold.worker_put(&key, &entry.value) {
@@ -489,17 +583,13 @@ impl FoldWriter {
     }
 
     async fn tick<'a>(&'a self, reading: &mut Reading<'a>, is_held: bool) {
-        let diverged = {
-            let mut fold = self.write();
-            let now = now();
-            fold.tick(now);
-            // One snapshot at a time: what else diverged waits for its turn.
-            match reading.is_terminated() {
-                true => fold.poll_reload(now),
-                false => Vec::new(),
-            }
+        self.tick_fold();
+        // One snapshot at a time: what else diverged waits for its turn.
+        let diverged = match reading.is_terminated() {
+            true => self.fold.write().poll_reload(now()),
+            false => Vec::new(),
         };
-        writer::reclaim(&self.shared.fold);
+        writer::reclaim(&self.fold);
         if !diverged.is_empty() {
             *reading = self.read(Wanted::Holding(diverged));
         }
@@ -507,9 +597,9 @@ impl FoldWriter {
         if is_held {
             return;
         }
-        let requests = self.write().poll_resyncs(now());
+        let requests = self.fold.write().poll_resyncs(now());
         for request in requests {
-            self.ask_for_resync(&request).await;
+            self.beside_clock(self.ask_for_resync(&request)).await;
         }
     }
 
@@ -531,38 +621,22 @@ impl FoldWriter {
     /// Cuts while the writer waits here. Readers go on beside it.
     async fn cut(&self, request: CutRequest) {
         let shared = Arc::clone(&self.shared);
-        // The requester may have given up.
-        let made = match request {
-            CutRequest::Snapshot(buffer, request) => {
-                let cut = move || {
-                    let fold = shared.read();
-                    let reading = shared.reading(&fold);
-                    let cut = fold.cut(buffer);
-                    let took = now().saturating_duration_since(reading.at);
-                    drop(request.send(CutMade { cut, reading, took }));
-                };
-                blocking::run(cut).await.map_err(io::Error::other)
+        // The requester may give up.
+        let cut = move || match request {
+            CutRequest::Snapshot(buffer, made) => {
+                let fold = shared.read();
+                let reading = shared.reading(&fold);
+                let cut = fold.cut(buffer);
+                let took = now().saturating_duration_since(reading.at);
+                drop(made.send(CutMade { cut, reading, took }));
             }
-            CutRequest::Source(source, request) => {
-                let cut = move || drop(request.send(view::cut(&shared.read(), &source, now())));
-                blocking::run_low(cut).await
+            CutRequest::Source { source, made, held } => {
+                drop(made.send(view::cut(&shared.read(), &source, now())));
+                drop(held);
             }
         };
-        if let Err(error) = made {
+        if let Err(error) = blocking::run(cut).await {
             error!(%error, "a cut failed");
-        }
-    }
-}
-
-/// The next that another task got. Cancel-safe.
-async fn next_clock_answer(clock: &mut watch::Receiver<Option<ClockAnswer>>) -> ClockAnswer {
-    loop {
-        if clock.changed().await.is_err() {
-            // The service, which has the sender, is going.
-            std::future::pending::<()>().await;
-        }
-        if let Some(answer) = *clock.borrow_and_update() {
-            return answer;
         }
     }
 }

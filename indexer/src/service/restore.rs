@@ -96,7 +96,7 @@ impl FoldWriter {
     pub(super) fn adopt(&self, cause: RestoreCause, found: Found) {
         let Found { name, restored } = found;
         let (former, position) = {
-            let mut fold = self.write();
+            let mut fold = self.fold.write();
             let former = fold.adopt(now(), restored);
             (former, fold.position())
         };
@@ -228,7 +228,7 @@ impl ServiceContext {
     /// The log's status, within a second. The writer gets what its clock shows.
     async fn log_status(&self) -> Result<LogStatus, PlaneError> {
         let (status, clock) = self.timed_status().await?;
-        self.shared.clock.send_replace(Some(clock));
+        self.shared.offer_clock(clock);
         Ok(status)
     }
 

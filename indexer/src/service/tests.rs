@@ -1,3 +1,5 @@
+use futures_util::FutureExt as _;
+use warmroute_plane::MemoryPlane;
 use warmroute_proto::query::{SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{Change, Generation, RecordNumber};
@@ -157,12 +159,7 @@ async fn malformed_query_is_counted_and_not_answered() {
 
 #[tokio::test(start_paused = true)]
 async fn before_the_log_is_known_there_is_no_answer() {
-    let config = IndexerConfig {
-        namespace: tests_support::namespace(),
-        max_memory_bytes: None,
-    };
-    let service = Service::new(config, Arc::new(tests_support::plane())).unwrap();
-    let handle = service.handle();
+    let handle = at_rest(tests_support::plane()).handle();
     assert!(!handle.is_ready());
     let answer = handle.query(&query_for("a"));
     assert!(matches!(answer, IndexAnswer::Behind { .. }));
@@ -174,14 +171,10 @@ async fn before_the_log_is_known_there_is_no_answer() {
 async fn the_task_that_writes_snapshots_takes_no_lock_while_a_source_is_cut() {
     const HANGS: Duration = Duration::from_secs(60);
     let (running, _) = running().await;
-    let config = IndexerConfig {
-        namespace: tests_support::namespace(),
-        max_memory_bytes: None,
-    };
-    let service = Service::new(config, Arc::new(running.plane.clone())).unwrap();
+    let service = at_rest(running.plane.clone());
     let context = ServiceContext {
         shared: Arc::clone(&running.handle.shared),
-        ..service.writer.0
+        ..service.writer.context
     };
     let mark = running.handle.shared.read().mark().unwrap();
     let (send, answered) = std::sync::mpsc::channel();
@@ -196,6 +189,143 @@ async fn the_task_that_writes_snapshots_takes_no_lock_while_a_source_is_cut() {
     drop(cut);
     asking.join().unwrap();
     assert_eq!(fit, Ok(Ok(crate::same_log::LogMatch::Same)));
+}
+
+/// A service that does not run.
+fn at_rest(plane: impl Plane + 'static) -> Service {
+    let config = IndexerConfig {
+        namespace: tests_support::namespace(),
+        max_memory_bytes: None,
+    };
+    Service::new(config, Arc::new(plane)).unwrap()
+}
+
+/// Clients that leave would otherwise keep the writer busy, or fill its queue.
+#[tokio::test(start_paused = true)]
+async fn a_cut_whose_requester_left_is_not_made_and_keeps_its_slot_until_then() {
+    let Service {
+        writer,
+        cut_requests,
+        ..
+    } = at_rest(tests_support::plane());
+    let handle = Handle {
+        shared: Arc::clone(&writer.shared),
+    };
+    let slot = Arc::new(());
+    let left = handle
+        .cut_source(source("a/0"), Arc::clone(&slot))
+        .now_or_never();
+    assert!(left.is_none());
+    assert_eq!(Arc::strong_count(&slot), 2, "its request is on the queue");
+    let waits = handle.cut_source(source("b/0"), ());
+    let mut cuts = follow::Cuts::new(cut_requests);
+    let next = async {
+        let CutRequest::Source { source, made, .. } = cuts.next().await else {
+            panic!("a snapshot");
+        };
+        assert_eq!(Arc::strong_count(&slot), 1);
+        made.send(None).ok().unwrap();
+        source
+    };
+    let (cut, next) = tokio::join!(waits, next);
+    assert_eq!(next, source("b/0"));
+    assert!(cut.unwrap().is_none());
+}
+
+/// However many cuts are asked for, the log has most of the writer's time.
+#[tokio::test(start_paused = true)]
+async fn the_writer_rests_from_cuts_in_proportion_to_the_last_one() {
+    let Service {
+        writer,
+        cut_requests,
+        ..
+    } = at_rest(tests_support::plane());
+    let handle = Handle {
+        shared: Arc::clone(&writer.shared),
+    };
+    let mut cuts = follow::Cuts::new(cut_requests);
+    for (took, rest) in [(0, 0), (100, 400), (10_000, 2_000)] {
+        cuts.made_one(Duration::from_millis(took));
+        let asked = Instant::now();
+        let cut = handle.cut_source(source("a/0"), ());
+        let next = async {
+            let request = cuts.next().await;
+            assert_eq!(asked.elapsed().as_millis(), rest);
+            drop(request);
+        };
+        let (cut, ()) = tokio::join!(cut, next);
+        assert!(cut.is_err());
+    }
+}
+
+/// The log's clock shows 41 s more than before, ours next to nothing.
+async fn offer_suspension(plane: &MemoryPlane, shared: &Shared) {
+    let unix_ns = plane.log_status().await.unwrap().now_unix_ns;
+    let at = now();
+    shared.offer_clock(ClockAnswer {
+        asked: at,
+        answered: at,
+        unix_ns: unix_ns + 41_000_000_000,
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_another_task_reads_of_the_logs_clock_reaches_the_fold_before_the_next_tick() {
+    let (running, shim) = running().await;
+    running.heartbeat(&shim).await;
+    sleep(TICK / 4).await;
+    assert_eq!(state(&running), (SourceState::Exact, None));
+    offer_suspension(&running.plane, &running.handle.shared).await;
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(state(&running).0, SourceState::Unknown);
+}
+
+/// Between two sessions, or while one begins, the writer may wait for the log longer than a proof
+/// counts.
+#[tokio::test(start_paused = true)]
+async fn a_writer_that_waits_takes_in_the_logs_clock() {
+    let plane = tests_support::plane();
+    let Service { writer, .. } = at_rest(plane.clone());
+    drop(
+        writer
+            .timed_status()
+            .await
+            .map(|(_, clock)| writer.fold.write().observe_clock(clock)),
+    );
+    let wait = async {
+        sleep(SECOND).await;
+        offer_suspension(&plane, &writer.shared).await;
+        sleep(Duration::from_millis(1)).await;
+        assert!(writer.shared.take_clock_answer().is_none(), "it is taken");
+    };
+    writer.beside_clock(wait).await;
+    offer_suspension(&plane, &writer.shared).await;
+    let again = writer.shared.take_clock_answer().unwrap();
+    let stood = writer.fold.write().observe_clock(again);
+    assert_eq!(stood, Duration::ZERO, "it was counted before");
+}
+
+#[test]
+fn of_two_answers_the_one_that_shows_more_waits_for_the_writer() {
+    let service = at_rest(tests_support::plane());
+    let shared = &service.writer.shared;
+    let start = now();
+    let answer = |asked: u32, answered: u32, unix_ns| ClockAnswer {
+        asked: start + asked * SECOND,
+        answered: start + answered * SECOND,
+        unix_ns,
+    };
+    shared.offer_clock(answer(0, 3, 9));
+    shared.offer_clock(answer(1, 2, 5));
+    assert_eq!(shared.take_clock_answer().unwrap().unix_ns, 9);
+    shared.offer_clock(answer(0, 3, 9));
+    shared.offer_clock(answer(4, 5, 8));
+    assert_eq!(
+        shared.take_clock_answer().unwrap().unix_ns,
+        8,
+        "the log's clock was set back"
+    );
+    assert!(shared.take_clock_answer().is_none());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! Warmroute's tree behind the indexer's lock.
 
 use rustc_hash::FxHashMap;
-use warmroute_index::fair_lock::FairRwLock;
+use warmroute_index::fair_lock::{FairReader, FairWriter};
 use warmroute_index::tree::{self, Growth, SourceNumber, Tree};
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tiers};
@@ -62,7 +62,8 @@ impl Translator {
 }
 
 pub struct Ours {
-    tree: FairRwLock<Tree>,
+    writer: FairWriter<Tree>,
+    reader: FairReader<Tree>,
     numbers: Vec<SourceNumber>,
 }
 
@@ -71,6 +72,16 @@ fn blocks(change: &Change) -> usize {
 }
 
 impl Ours {
+    fn of(tree: Tree, numbers: Vec<SourceNumber>) -> Self {
+        let writer = FairWriter::new(tree);
+        let reader = writer.reader();
+        Self {
+            writer,
+            reader,
+            numbers,
+        }
+    }
+
     /// Writes like the indexer: short changes together, and prepared while there are readers.
     pub fn apply_all(&self, changes: impl Iterator<Item = (u32, Change)>) {
         let mut scratch = Vec::new();
@@ -78,7 +89,7 @@ impl Ours {
         let mut changes = changes.peekable();
         while let Some((worker, change)) = changes.next() {
             let mut room = Growth::TURN.saturating_sub(blocks(&change));
-            if tree::is_long(std::slice::from_ref(&change)) && self.tree.has_recent_readers() {
+            if tree::is_long(std::slice::from_ref(&change)) && self.writer.has_recent_readers() {
                 self.make_ready(worker, &change, &mut scratch);
             }
             turn.push((worker, change));
@@ -93,14 +104,14 @@ impl Ours {
 
     fn make_ready(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
-        let mut growth = self.tree.read_as_writer().warm(number, change, scratch);
+        let mut growth = self.writer.read().warm(number, change, scratch);
         while growth.left() > Growth::TURN {
-            self.tree.write().grow(change, &mut growth);
+            self.writer.write().grow(change, &mut growth);
         }
     }
 
     pub fn apply(&self, changes: &[(u32, Change)]) {
-        let mut tree = self.tree.write();
+        let mut tree = self.writer.write();
         for (worker, change) in changes {
             let number = self.numbers[*worker as usize];
             tree.apply(number, change).unwrap();
@@ -119,10 +130,7 @@ impl Index for Ours {
     fn new(workers: u32) -> Self {
         let mut tree = Tree::new();
         let numbers: Vec<_> = (0..workers).map(|_| tree.open()).collect();
-        Self {
-            tree: FairRwLock::new(tree),
-            numbers,
-        }
+        Self::of(tree, numbers)
     }
 
     fn translator() -> Translator {
@@ -161,7 +169,7 @@ impl Index for Ours {
 
     fn lookup(&self, prepared: &mut Vec<PrefixHash>) -> Vec<Tiers<u32>> {
         let runs = vec![Tiers::default(); self.numbers.len()];
-        self.tree.read().lookup_all_from(prepared, runs)
+        self.reader.read().lookup_all_from(prepared, runs)
     }
 
     fn each(&self, answer: &Vec<Tiers<u32>>, see: &mut dyn FnMut(u32, Tiers<u32>)) {
@@ -171,7 +179,7 @@ impl Index for Ours {
     }
 
     fn snapshot(&self) -> Option<Vec<u8>> {
-        let tree = self.tree.read();
+        let tree = self.reader.read();
         let image = tree.image(&self.numbers);
         let digests = tree::digests_of_image(&image).unwrap();
         for (&number, digest) in self.numbers.iter().zip(digests) {
@@ -182,9 +190,6 @@ impl Index for Ours {
 
     fn restore(&self, snapshot: &[u8]) -> Option<Self> {
         let (tree, numbers) = Tree::from_image(snapshot).ok()?;
-        Some(Self {
-            tree: FairRwLock::new(tree),
-            numbers,
-        })
+        Some(Self::of(tree, numbers))
     }
 }

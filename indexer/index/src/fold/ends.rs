@@ -46,19 +46,29 @@ struct ObservedEnd {
     unix_ns: u64,
 }
 
-/// The log's clock at or after the moment `asked`, in Unix nanoseconds.
-#[derive(Clone, Copy)]
-struct ObservedClock {
-    asked: Instant,
-    answered: Instant,
-    unix_ns: u64,
+/// The log's clock was `unix_ns` at a moment between `asked` and `answered`.
+#[derive(Clone, Copy, Debug)]
+pub struct ClockAnswer {
+    pub asked: Instant,
+    pub answered: Instant,
+    /// 0 if the log does not report a clock.
+    pub unix_ns: u64,
+}
+
+impl ClockAnswer {
+    /// Whether it shows at least as much as another one that was asked for before this one came.
+    #[must_use]
+    pub fn overtook(&self, other: &Self) -> bool {
+        self.answered >= other.asked && self.unix_ns >= other.unix_ns
+    }
 }
 
 #[derive(Default)]
 pub(super) struct LogEnds {
     /// The oldest first.
     seen: VecDeque<ObservedEnd>,
-    clock: Option<ObservedClock>,
+    /// It reports a clock.
+    clock: Option<ClockAnswer>,
 }
 
 impl LogEnds {
@@ -70,39 +80,28 @@ impl LogEnds {
         self.seen.push_back(ObservedEnd { at, last, unix_ns });
     }
 
-    /// The log's clock was `unix_ns` at a moment between `asked` and `answered`. Returns the time by
-    /// which our clock fell behind it since the last call; what was observed is older by as much.
-    /// Zero unless it certainly fell behind; then the most that the two answers permit.
-    pub(super) fn observe_clock(
-        &mut self,
-        asked: Instant,
-        answered: Instant,
-        unix_ns: u64,
-    ) -> Duration {
-        if unix_ns == 0 {
-            self.clock = None;
+    /// Returns the time by which our clock fell behind the log's since the last answer; what was
+    /// observed is older by as much. Zero unless it certainly fell behind; then the most that the two
+    /// answers permit.
+    pub(super) fn observe_clock(&mut self, answer: ClockAnswer) -> Duration {
+        // Applied, it would let the next answer count a time twice.
+        if self.clock.is_some_and(|newest| newest.overtook(&answer)) {
             return Duration::ZERO;
         }
-        let observed = ObservedClock {
-            asked,
-            answered,
-            unix_ns,
-        };
-        // An answer that another overtook: applied, it would let the next one count a time twice.
-        let overtook = |newest: ObservedClock| newest.asked > asked && newest.unix_ns >= unix_ns;
-        if self.clock.is_some_and(overtook) {
-            return Duration::ZERO;
-        }
-        let before = self.clock.replace(observed);
-        let stood = before.map_or(Duration::ZERO, |before| {
-            let by_the_log = Duration::from_nanos(unix_ns.saturating_sub(before.unix_ns));
-            let longest = answered.saturating_duration_since(before.asked);
-            let shortest = asked.saturating_duration_since(before.answered);
-            match by_the_log.saturating_sub(longest) {
-                Duration::ZERO => Duration::ZERO,
-                _ => by_the_log.saturating_sub(shortest),
-            }
-        });
+        let observed = (answer.unix_ns > 0).then_some(answer);
+        let before = std::mem::replace(&mut self.clock, observed);
+        let stood = before
+            .zip(observed)
+            .map_or(Duration::ZERO, |(before, answer)| {
+                let by_the_log =
+                    Duration::from_nanos(answer.unix_ns.saturating_sub(before.unix_ns));
+                let longest = answer.answered.saturating_duration_since(before.asked);
+                let shortest = answer.asked.saturating_duration_since(before.answered);
+                match by_the_log.saturating_sub(longest) {
+                    Duration::ZERO => Duration::ZERO,
+                    _ => by_the_log.saturating_sub(shortest),
+                }
+            });
         if !stood.is_zero() {
             self.seen.retain_mut(|end| {
                 let earlier = end.at.checked_sub(stood);
@@ -115,7 +114,7 @@ impl LogEnds {
 
     pub(super) fn clock_state(&self, now: Instant) -> LogClockState {
         let is_silent =
-            |clock: ObservedClock| now.saturating_duration_since(clock.asked) > CLOCK_SILENCE_MAX;
+            |clock: ClockAnswer| now.saturating_duration_since(clock.asked) > CLOCK_SILENCE_MAX;
         match self.clock.is_some_and(is_silent) {
             true => LogClockState::Silent,
             false => LogClockState::Known,

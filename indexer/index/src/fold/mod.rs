@@ -30,6 +30,7 @@ mod stall;
 mod verdict;
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::message::{Broadcast, LogMessage};
@@ -57,6 +58,7 @@ use source::{RecordArrival, Registration, SourceContext, SourceFold};
 use sources::{Moment, SourceTable, Touched};
 
 pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
+pub use ends::ClockAnswer;
 pub use message::{ParsedMessage, heartbeat};
 pub use source::{PROOF_AGE_MAX, SourceStatus};
 pub(crate) use sources::Standing;
@@ -161,11 +163,10 @@ impl Fold {
         self.ends.observe(at, last, unix_ns);
     }
 
-    /// Observes that the log's clock was `unix_ns` (0: unknown) at a moment between `asked` and
-    /// `answered`. Returns the time by which this process's clock fell behind it since the last
-    /// call; all proofs are older by as much.
-    pub fn observe_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) -> Duration {
-        let stood = self.ends.observe_clock(asked, answered, unix_ns);
+    /// Returns the time by which this process's clock fell behind the log's since the last answer; all
+    /// proofs are older by as much.
+    pub fn observe_clock(&mut self, answer: ClockAnswer) -> Duration {
+        let stood = self.ends.observe_clock(answer);
         if !stood.is_zero() {
             for source in self.sources.values_mut() {
                 source.clock_stood(stood);
@@ -469,8 +470,17 @@ impl Fold {
 
     /// Status of every known source, in order.
     pub fn statuses(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStatus)> {
+        self.statuses_after(None, now)
+    }
+
+    /// The sources behind one in their order, or all.
+    pub fn statuses_after(
+        &self,
+        after: Option<&Source>,
+        now: Instant,
+    ) -> impl Iterator<Item = (&Source, SourceStatus)> {
         self.sources
-            .iter()
+            .after(after)
             .map(move |(source, fold)| (source, self.status_of(source, fold, now)))
     }
 
@@ -575,8 +585,15 @@ impl Fold {
         Some(self.tree.nodes_of(self.number(source)?))
     }
 
-    pub(crate) fn workers(&self) -> impl Iterator<Item = &WorkerRegistration> {
-        self.workers.values()
+    /// The workers behind one in their order, or all.
+    pub(crate) fn workers_after(
+        &self,
+        after: Option<&WorkerId>,
+    ) -> impl Iterator<Item = &WorkerRegistration> {
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.workers
+            .range::<WorkerId, _>((from, Bound::Unbounded))
+            .map(|(_, worker)| worker)
     }
 
     /// The source's number, and the tiers that give credit in these states.

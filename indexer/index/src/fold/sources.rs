@@ -7,6 +7,7 @@
 //! time and never shows an older state.
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::SourceState;
@@ -205,6 +206,15 @@ impl SourceTable {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&Source, &SourceFold)> {
         self.folds.iter()
+    }
+
+    /// Those behind one in their order, or all.
+    pub(super) fn after(
+        &self,
+        after: Option<&Source>,
+    ) -> impl Iterator<Item = (&Source, &SourceFold)> {
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.folds.range::<Source, _>((from, Bound::Unbounded))
     }
 
     pub(super) const fn kept(&self) -> &KeptStandings {

@@ -26,7 +26,7 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::fold::{Fold, HeartbeatVerdict, NoSnapshot, RecordVerdict};
+use crate::fold::{ClockAnswer, Fold, HeartbeatVerdict, NoSnapshot, RecordVerdict};
 use crate::query;
 use crate::snapshot::{Restored, format};
 
@@ -34,6 +34,14 @@ pub const IDENTITY: StreamIdentity = StreamIdentity {
     created_unix_ns: 1,
     nonce: 7,
 };
+
+pub const fn clock_answer(asked: Instant, answered: Instant, unix_ns: u64) -> ClockAnswer {
+    ClockAnswer {
+        asked,
+        answered,
+        unix_ns,
+    }
+}
 
 pub fn namespace() -> Namespace {
     Namespace::from("test")

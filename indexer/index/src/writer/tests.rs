@@ -136,11 +136,11 @@ fn log(events: &[Event]) -> Vec<LogMessage> {
     messages.collect()
 }
 
-fn empty() -> (FairRwLock<Fold>, Instant) {
+fn empty() -> (FairWriter<Fold>, Instant) {
     let world = World::new();
     let mut fold = Fold::new(&namespace(), None);
     fold.follow(IDENTITY);
-    (FairRwLock::new(fold), world.now)
+    (FairWriter::new(fold), world.now)
 }
 
 proptest! {

@@ -1,6 +1,7 @@
 use std::time::Duration;
 
 use super::*;
+use crate::tests_support::clock_answer;
 
 #[test]
 fn record_is_as_old_as_the_last_end_before_it() {
@@ -105,7 +106,7 @@ fn a_clock_that_was_not_observed_for_long_is_ignored() {
 fn moments_before_a_suspension_are_older_than_our_clock_shows() {
     let (start, mut ends) = asked_at_the_start();
     let clock = |ends: &mut LogEnds, asked, answered, secs: u64| {
-        ends.observe_clock(asked, answered, secs * 1_000_000_000)
+        ends.observe_clock(clock_answer(asked, answered, secs * 1_000_000_000))
     };
     assert_eq!(clock(&mut ends, start, start, 100), Duration::ZERO);
     let (asked, answered) = (start + SECOND, start + 2 * SECOND);
@@ -135,7 +136,7 @@ fn an_overtaken_answer_counts_no_suspension_twice() {
     let (start, mut ends) = asked_at_the_start();
     let at = |secs: u32| start + secs * SECOND;
     let clock = |ends: &mut LogEnds, asked: u32, answered: u32, secs: u64| {
-        ends.observe_clock(at(asked), at(answered), secs * 1_000_000_000)
+        ends.observe_clock(clock_answer(at(asked), at(answered), secs * 1_000_000_000))
     };
     clock(&mut ends, 0, 0, 100);
     assert_eq!(clock(&mut ends, 2, 2, 142), 40 * SECOND);
@@ -152,6 +153,21 @@ fn an_overtaken_answer_counts_no_suspension_twice() {
         "asked before, and answered after another suspension"
     );
     assert_eq!(clock(&mut ends, 5, 5, 185), Duration::ZERO);
+    // Asked before an answer came that shows more: a suspension lies between the two readings.
+    assert_eq!(clock(&mut ends, 6, 9, 226), 40 * SECOND);
+    assert_eq!(clock(&mut ends, 7, 8, 187), Duration::ZERO);
+    assert_eq!(clock(&mut ends, 10, 10, 227), Duration::ZERO);
+}
+
+#[test]
+fn an_overtaken_answer_without_a_clock_forgets_none() {
+    let (start, mut ends) = asked_at_the_start();
+    let at = |secs: u32| start + secs * SECOND;
+    ends.observe_clock(clock_answer(at(1), at(3), 1));
+    ends.observe_clock(clock_answer(at(2), at(4), 0));
+    assert_eq!(ends.clock_state(at(60)), LogClockState::Silent);
+    ends.observe_clock(clock_answer(at(5), at(6), 0));
+    assert_eq!(ends.clock_state(at(60)), LogClockState::Known);
 }
 
 #[test]
@@ -159,15 +175,16 @@ fn a_clock_is_silent_after_its_last_answer_until_the_next() {
     let (start, mut ends) = asked_at_the_start();
     let later = start + 60 * SECOND;
     assert_eq!(ends.clock_state(later), LogClockState::Known, "never asked");
-    ends.observe_clock(start, start + SECOND, 1);
+    ends.observe_clock(clock_answer(start, start + SECOND, 1));
     let silent_from = start + CLOCK_SILENCE_MAX + Duration::from_nanos(1);
     assert_eq!(
         ends.clock_state(start + CLOCK_SILENCE_MAX),
         LogClockState::Known
     );
     assert_eq!(ends.clock_state(silent_from), LogClockState::Silent);
-    ends.observe_clock(silent_from, silent_from, 2);
+    ends.observe_clock(clock_answer(silent_from, silent_from, 2));
     assert_eq!(ends.clock_state(silent_from), LogClockState::Known);
-    ends.observe_clock(silent_from, silent_from, 0);
+    let (asked, answered) = (silent_from + SECOND, silent_from + SECOND);
+    ends.observe_clock(clock_answer(asked, answered, 0));
     assert_eq!(ends.clock_state(later), LogClockState::Known, "no clock");
 }

@@ -241,7 +241,7 @@ fn sources_that_join_and_leave_are_forgotten_in_the_end() {
     while world.fold.reclaim(1_000) {}
     assert_eq!(world.fold.tree().nodes(), 0);
     assert!(world.fold.forgotten() > 5_000);
-    assert!(world.fold.workers().count() <= 4096);
+    assert!(world.fold.workers_after(None).count() <= 4096);
     assert!(most < 12 << 20, "{most} bytes");
     world.wait(86_400 * SECOND);
     assert_eq!(world.fold.statuses(world.now).count(), 0);

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use warmroute_proto::{Heartbeat, LogTime, Tiers};
 
 use super::*;
-use crate::tests_support::TestShim;
+use crate::tests_support::{TestShim, clock_answer};
 
 /// One source, in a log whose clock is looked at each second.
 struct Late {
@@ -208,7 +208,7 @@ fn nothing_is_credited_while_the_log_does_not_show_its_clock() {
     let mut late = Late::new();
     let shows = |late: &mut Late| {
         let (now, LogTime(shows)) = (late.world.now, late.log_time());
-        late.world.fold.observe_clock(now, now, shows)
+        late.world.fold.observe_clock(clock_answer(now, now, shows))
     };
     shows(&mut late);
     for (millis, state) in [
@@ -236,11 +236,11 @@ fn proofs_from_before_a_suspension_are_older_by_its_length() {
     let mut late = Late::new();
     let LogTime(shows) = late.log_time();
     let now = late.world.now;
-    late.world.fold.observe_clock(now, now, shows);
+    late.world.fold.observe_clock(clock_answer(now, now, shows));
     late.wait(1);
     assert_eq!(late.state(), SourceState::Exact);
     let (now, later) = (late.world.now, shows + 7_000_000_000);
-    let stood = late.world.fold.observe_clock(now, now, later);
+    let stood = late.world.fold.observe_clock(clock_answer(now, now, later));
     assert_eq!(stood, 6 * SECOND);
     assert_eq!(late.state(), SourceState::Unknown);
 }

@@ -8,6 +8,7 @@ use warmroute_proto::roster::{HolderAnswer, HolderPart, RosterNumber};
 use super::*;
 use crate::query::PreparedQuery;
 use crate::snapshot::Restored;
+use crate::tests_support::clock_answer;
 
 const STATES: [TierState; 5] = [
     TierState::Complete,
@@ -151,7 +152,9 @@ impl Watched {
                 let asked = world.now;
                 world.now += Duration::from_millis(silent_ms);
                 self.unix_ns += (silent_ms + stood_ms) * 1_000_000;
-                world.fold.observe_clock(asked, asked, self.unix_ns);
+                world
+                    .fold
+                    .observe_clock(clock_answer(asked, asked, self.unix_ns));
             }
             Step::Jump => world.position = world.position.next(),
             Step::Snapshot => {
@@ -307,7 +310,9 @@ fn a_source_that_leaves_and_returns_counts_at_once() {
 fn no_kept_proof_counts_while_the_clock_is_silent() {
     let mut world = World::new();
     world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
-    world.fold.observe_clock(world.now, world.now, 1 << 60);
+    world
+        .fold
+        .observe_clock(clock_answer(world.now, world.now, 1 << 60));
     world.wait(Duration::ZERO);
     world.now += ends::CLOCK_SILENCE_MAX;
     assert_eq!(holders(&world, "a"), ["w/0"]);
@@ -315,7 +320,9 @@ fn no_kept_proof_counts_while_the_clock_is_silent() {
     assert_eq!(holders(&world, "a"), [""; 0]);
     let silence = ends::CLOCK_SILENCE_MAX.as_nanos() as u64;
     let unix_ns = (1 << 60) + silence;
-    world.fold.observe_clock(world.now, world.now, unix_ns);
+    world
+        .fold
+        .observe_clock(clock_answer(world.now, world.now, unix_ns));
     assert_eq!(holders(&world, "a"), ["w/0"]);
 }
 
