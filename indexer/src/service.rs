@@ -413,12 +413,18 @@ impl Handle {
         self.shared.position.subscribe()
     }
 
+    /// It is decided what to start from.
+    #[must_use]
+    pub fn has_started(&self) -> bool {
+        self.shared.started.load(Ordering::Acquire)
+    }
+
     /// The plane is within reach, it is decided what to start from, and registry and log are read,
     /// up to a small lag.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let connected = *self.shared.connection.borrow() == Connection::Up;
-        let started = self.shared.started.load(Ordering::Acquire);
+        let started = self.has_started();
         let registry_read = self.shared.registry_read.load(Ordering::Acquire);
         let fold = self.shared.read();
         connected && started && registry_read && fold.log().is_some() && fold.lag() <= READY_LAG_MAX

@@ -438,8 +438,11 @@ impl World {
             return;
         };
         // At its start an indexer waits for the snapshot store.
-        let is_ready = self.read_index(at, Handle::is_ready) == Some(true);
-        if !is_ready && self.now < self.plane.slow_transfers_end + SEEN_WITHIN {
+        let is_slow = self.now < self.plane.slow_transfers_end;
+        if is_slow && self.read_index(at, Handle::has_started) == Some(false) {
+            self.indexers[at].started_after = self.now;
+        }
+        if self.indexers[at].started_after + SEEN_WITHIN > self.now {
             return;
         }
         let is_shown = |worker: &WorkerId| {

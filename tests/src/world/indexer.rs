@@ -5,9 +5,9 @@ use warmroute_indexer::{Handle, IndexerConfig, Replica, Service, SnapshotConfig}
 use warmroute_proto::LogPosition;
 use warmroute_proto::view::{PAGE_SOURCES_MAX, SourceView, ViewPageRequest};
 
-use super::World;
 use super::breakage::Bent;
 use super::core_bus::WorldPlane;
+use super::{At, World};
 
 pub(super) struct Indexer {
     pub(super) host: usize,
@@ -16,6 +16,8 @@ pub(super) struct Indexer {
     /// As of the last look.
     position: LogPosition,
     pub(super) bent: Bent,
+    /// When it still waited for a slow snapshot store.
+    pub(super) started_after: At,
 }
 
 impl Indexer {
@@ -26,6 +28,7 @@ impl Indexer {
             handle: None,
             position: LogPosition(0),
             bent: Bent::default(),
+            started_after: At::default(),
         }
     }
 }

@@ -126,6 +126,32 @@ async fn two_are_kept_and_names_are_never_used_twice() {
     );
 }
 
+/// It may be that no piece of a snapshot is late, and that all of them together take for ever.
+#[tokio::test(start_paused = true)]
+async fn a_start_does_not_wait_for_ever_for_a_slow_store() {
+    let (plane, mut shim, _) = trimmed().await;
+    plane.stall_snapshots(true);
+    let subject = Subjects::new(&tests_support::namespace()).resync(&source(W).worker);
+    let mut requests = plane.subscribe(subject).await.unwrap();
+    let began = Instant::now();
+    let running = Running::start_keeping(plane, "second");
+    until(async || running.handle.is_ready()).await;
+    assert!(began.elapsed() < 130 * SECOND, "{:?}", began.elapsed());
+    running.heartbeat(&shim).await;
+    let request = timeout(60 * SECOND, requests.next())
+        .await
+        .unwrap()
+        .unwrap();
+    let request: ResyncRequest = codec::decode(&request.payload).unwrap();
+    assert_eq!(request.source, source(W));
+    shim.next_generation();
+    running
+        .publish(&shim.record(vec![stored("", "a", Tier::Gpu)]))
+        .await;
+    running.heartbeat(&shim).await;
+    until(async || state(&running).0 == SourceState::Exact).await;
+}
+
 /// Puts other bytes in a snapshot's place, as a broken disk would.
 async fn corrupt(plane: &MemoryPlane, name: &str, how: impl FnOnce(&mut Vec<u8>)) {
     let mut blob = plane

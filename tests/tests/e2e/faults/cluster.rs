@@ -8,7 +8,7 @@ use warmroute_plane::{NatsPlane, Plane as _};
 use warmroute_proto::subject::Subjects;
 
 use super::{Scene, api, connect, positions};
-use crate::fleet::{Access, Flags, Fleet, NAMESPACE, cluster, worker_name};
+use crate::fleet::{Access, Flags, Fleet, NAMESPACE, PATIENCE, cluster, worker_name};
 use crate::nats_server::NatsServer;
 
 /// The log's leader is killed under load and restarted; then the next leader. An indexer starts
@@ -97,7 +97,11 @@ async fn log_without_a_leader() {
     };
     scene
         .fleet
-        .until("a lease is renewed, so the registry has a leader", renewed)
+        .until_caught(
+            PATIENCE,
+            "a lease is renewed, so the registry has a leader",
+            renewed,
+        )
         .await;
 
     restart(&scene.fleet, follower).await;

@@ -54,7 +54,10 @@ const LOOK_PAUSE: [Duration; 2] = [Duration::from_millis(5), Duration::from_mill
 
 /// The caller bounds the time.
 pub(crate) async fn until_true(condition: impl AsyncFn() -> bool) {
-    let [mut pause, longest] = LOOK_PAUSE;
+    look(LOOK_PAUSE, condition).await;
+}
+
+async fn look([mut pause, longest]: [Duration; 2], condition: impl AsyncFn() -> bool) {
     while !condition().await {
         sleep(pause).await;
         pause = (pause * 2).min(longest);
@@ -343,6 +346,19 @@ impl Fleet {
         condition: impl AsyncFn(&Self) -> bool,
     ) {
         let held = timeout(most, until_true(async || condition(self).await)).await;
+        assert!(held.is_ok(), "in vain for {most:?}: {what}");
+    }
+
+    /// Like `until_within`, for what may be true for milliseconds only, and for conditions that assert
+    /// what holds until then.
+    pub(crate) async fn until_caught(
+        &self,
+        most: Duration,
+        what: &str,
+        condition: impl AsyncFn(&Self) -> bool,
+    ) {
+        let often = [LOOK_PAUSE[0]; 2];
+        let held = timeout(most, look(often, async || condition(self).await)).await;
         assert!(held.is_ok(), "in vain for {most:?}: {what}");
     }
 

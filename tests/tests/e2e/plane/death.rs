@@ -6,7 +6,7 @@ use tokio::time::{Instant, sleep};
 
 use super::streams::open;
 use super::views::{agree, held, id};
-use crate::fleet::{Engines, Flags, Fleet, Mode};
+use crate::fleet::{Engines, Flags, Fleet, Mode, PATIENCE};
 
 /// One token a second: a thousand streams cost little. Each engine runs twice its share of them, so
 /// that no stream waits for the end of another one.
@@ -122,7 +122,7 @@ async fn a_paused_routers_load_goes_and_comes_back_once() {
         others_hold(fleet, &paused, OPEN).await && agree(fleet).await
     };
     fleet
-        .until("its load is back, with equal digests", back)
+        .until_caught(PATIENCE, "its load is back, with equal digests", back)
         .await;
     println!("back after {:?}, under equal digests", since.elapsed());
     assert_eq!(fleet.counted("active").await, OPEN + KEPT);
