@@ -9,8 +9,8 @@
 //!
 //! Probes, metrics and digests are open. All others show or compute much, and need a key unless the
 //! port is bound to loopback. Their memory is not part of `--max-memory`, and their work must not
-//! delay routers: few bodies and dumps are read in parallel, and of each kind of request one is worked
-//! at; the others wait. What is large and needs no lock of the index runs on a thread of low priority.
+//! delay routers: few bodies and dumps are read in parallel, of either kind one is worked at, and of
+//! each page one is made; the others wait. What is large and needs no lock of the index runs on a thread of low priority.
 
 mod dump;
 mod key_file;
@@ -19,6 +19,7 @@ mod query;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Bytes;
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{Json, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
@@ -30,6 +31,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 use tracing::warn;
 use warmroute_process::access::{RouteAccess, RouteTable};
+use warmroute_process::shared_page::SharedPage;
 use warmroute_process::{blocking, build};
 
 use crate::service::Handle;
@@ -39,10 +41,10 @@ pub use key_file::{ApiKeys, KeyFileError};
 /// Maximum body: a million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
 
-/// Parallel request bodies, and parallel large answers. More would only share the processors with
-/// the queries of routers.
+/// Parallel request bodies, and parallel dumps. More would only share the processors with the queries
+/// of routers.
 const BODIES_MAX: usize = 2;
-const SCANS_MAX: usize = 1;
+const DUMPS_MAX: usize = 1;
 
 /// Parallel work on requests of one kind. A kind does not wait for another: what runs on a thread of
 /// low priority may take long.
@@ -53,7 +55,9 @@ const WORK_MAX: usize = 1;
 const BODY_TURN_BYTES: usize = 64 << 10;
 const BODY_REST: Duration = Duration::from_millis(1);
 
-/// Deadline for getting a slot, and for the turn of each piece of a request's work.
+const JSON: &str = "application/json";
+
+/// Deadline for getting a slot.
 const SLOT_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Deadline for a request's body.
@@ -61,15 +65,15 @@ const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// All routes of an indexer.
 pub fn routes(handle: &Handle) -> RouteTable {
-    let one = |path, access, method| {
+    let page = |path, access, method| {
         let table = RouteTable::default().route(path, access, method);
-        table.with_state(&Limited::new(handle, SCANS_MAX))
+        table.with_state(&IndexPage::new(handle))
     };
     let probes = RouteTable::default().probes(&get(|| async { "ok" }), &get(ready));
     queries(handle)
-        .merge(one("/v1/digest", RouteAccess::Open, get(digest)))
-        .merge(one("/workers", RouteAccess::Read, get(list_workers)))
-        .merge(one("/metrics", RouteAccess::Open, get(metrics_text)))
+        .merge(page("/v1/digest", RouteAccess::Open, get(digest)))
+        .merge(page("/workers", RouteAccess::Read, get(list_workers)))
+        .merge(page("/metrics", RouteAccess::Open, get(metrics_text)))
         .merge(probes.with_state(handle))
 }
 
@@ -78,7 +82,7 @@ pub fn routes(handle: &Handle) -> RouteTable {
 pub fn embedded(handle: &Handle) -> RouteTable {
     // It names workers and counts as the metrics do.
     let digests = RouteTable::default().route("/v1/digest", RouteAccess::Read, get(digest));
-    queries(handle).merge(digests.with_state(&Limited::new(handle, SCANS_MAX)))
+    queries(handle).merge(digests.with_state(&IndexPage::new(handle)))
 }
 
 fn queries(handle: &Handle) -> RouteTable {
@@ -88,7 +92,7 @@ fn queries(handle: &Handle) -> RouteTable {
     let dumps = RouteTable::default().route("/dump", RouteAccess::Read, get(dump::dump));
     queries
         .with_state(&Limited::new(handle, BODIES_MAX))
-        .merge(dumps.with_state(&Limited::new(handle, SCANS_MAX)))
+        .merge(dumps.with_state(&Limited::new(handle, DUMPS_MAX)))
 }
 
 /// The index for requests of one kind, few of which are processed in parallel.
@@ -109,14 +113,9 @@ impl Limited {
     }
 
     async fn slot(&self) -> Result<Slot, HttpError> {
-        self.turn(&self.slots)
-            .await
-            .map(|slot| Slot(Arc::new(slot)))
-    }
-
-    async fn turn(&self, of: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, HttpError> {
-        match timeout(SLOT_DEADLINE, Arc::clone(of).acquire_owned()).await {
-            Ok(Ok(turn)) => Ok(turn),
+        let slots = Arc::clone(&self.slots);
+        match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
+            Ok(Ok(slot)) => Ok(Slot(Arc::new(slot))),
             Ok(Err(_)) | Err(_) => {
                 self.handle.turned_away();
                 Err(HttpError {
@@ -134,7 +133,7 @@ impl Limited {
         read: impl FnOnce(&Handle) -> T + Send + 'static,
     ) -> Result<T, HttpError> {
         let handle = self.handle.clone();
-        let (place, slot) = (self.turn(&self.work).await?, slot.clone());
+        let (place, slot) = (self.place().await, slot.clone());
         let result = blocking::run(move || {
             let result = read(&handle);
             drop((place, slot));
@@ -149,13 +148,19 @@ impl Limited {
         slot: &Slot,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, HttpError> {
-        let (place, slot) = (self.turn(&self.work).await?, slot.clone());
+        let (place, slot) = (self.place().await, slot.clone());
         let result = blocking::run_low(move || {
             let result = work();
             drop((place, slot));
             result
         });
         result.await.map_err(HttpError::internal)
+    }
+
+    /// It is waited for as long as the other requests of this kind take. `None` is never returned,
+    /// because the semaphore is never closed.
+    async fn place(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.work).acquire_owned().await.ok()
     }
 }
 
@@ -237,16 +242,57 @@ impl IntoResponse for HttpError {
     }
 }
 
-async fn digest(State(index): State<Limited>) -> Result<Response, HttpError> {
-    let slot = index.slot().await?;
-    let digest = |handle: &Handle| Json(handle.digest()).into_response();
-    index.read(&slot, digest).await
+/// A page about all sources or workers. Those who wait for it share one.
+#[derive(Clone)]
+struct IndexPage {
+    handle: Handle,
+    page: SharedPage,
 }
 
-async fn list_workers(State(index): State<Limited>) -> Result<Response, HttpError> {
-    let slot = index.slot().await?;
-    let workers = |handle: &Handle| Json(handle.workers()).into_response();
-    index.read(&slot, workers).await
+impl IndexPage {
+    fn new(handle: &Handle) -> Self {
+        Self {
+            handle: handle.clone(),
+            page: SharedPage::default(),
+        }
+    }
+
+    async fn get(
+        &self,
+        kind: &'static str,
+        make: impl FnOnce(&Handle) -> anyhow::Result<Vec<u8>> + Send + 'static,
+    ) -> Result<Response, HttpError> {
+        let handle = self.handle.clone();
+        let made = async move {
+            let made = blocking::run(move || make(&handle)).await;
+            let made = made.map_err(anyhow::Error::from).flatten();
+            let made = made.inspect_err(|error| warn!(%error, "cannot make a page"));
+            made.ok().map(Bytes::from)
+        };
+        match self.page.get(made).await {
+            Some(page) => Ok(([(header::CONTENT_TYPE, kind)], page).into_response()),
+            None => Err(HttpError::internal("the page cannot be made")),
+        }
+    }
+}
+
+async fn digest(State(index): State<IndexPage>) -> Result<Response, HttpError> {
+    let json = |handle: &Handle| Ok(serde_json::to_vec(&handle.digest())?);
+    index.get(JSON, json).await
+}
+
+async fn list_workers(State(index): State<IndexPage>) -> Result<Response, HttpError> {
+    let json = |handle: &Handle| Ok(serde_json::to_vec(&handle.workers())?);
+    index.get(JSON, json).await
+}
+
+async fn metrics_text(State(index): State<IndexPage>) -> Result<Response, HttpError> {
+    let text = |handle: &Handle| {
+        let mut text = handle.metrics_text()?;
+        text.extend_from_slice(build::metrics_text().as_bytes());
+        Ok(text)
+    };
+    index.get(prometheus::TEXT_FORMAT, text).await
 }
 
 async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
@@ -255,21 +301,6 @@ async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "catching up")
     }
-}
-
-async fn metrics_text(State(index): State<Limited>) -> Result<Response, HttpError> {
-    let slot = index.slot().await?;
-    let text = |handle: &Handle| match handle.metrics_text() {
-        Ok(mut text) => {
-            text.extend_from_slice(build::metrics_text().as_bytes());
-            ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response()
-        }
-        Err(error) => {
-            warn!(%error, "metrics cannot be written");
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
-        }
-    };
-    index.read(&slot, text).await
 }
 
 #[cfg(test)]

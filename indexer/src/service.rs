@@ -25,7 +25,7 @@ use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
@@ -68,8 +68,9 @@ const RETRY: Duration = Duration::from_millis(500);
 
 const STATUS_DEADLINE: Duration = Duration::from_secs(1);
 
-/// A source's cut that the writer does not make in time is given up.
-const SOURCE_CUT_DEADLINE: Duration = Duration::from_secs(5);
+/// A source's cut that the writer does not make in time is given up. A snapshot's may come before it,
+/// and the rest after that.
+const SOURCE_CUT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Cuts that wait for the writer: a snapshot's and a few dumps'.
 const CUTS_WAITING_MAX: usize = 4;
@@ -374,19 +375,10 @@ impl Handle {
         view::workers(&self.shared.fold, now())
     }
 
-    /// One source as of one moment, cut by the writer; `None` for an unknown source. `held` is dropped
-    /// when the request is off the writer's queue, also if the caller goes before.
-    pub async fn cut_source(
-        &self,
-        source: Source,
-        held: impl Send + 'static,
-    ) -> Result<Option<SourceCut>, PlaneError> {
+    /// One source as of one moment, cut by the writer; `None` for an unknown source.
+    pub async fn cut_source(&self, source: Source) -> Result<Option<SourceCut>, PlaneError> {
         let (made, cut) = oneshot::channel();
-        let request = CutRequest::Source {
-            source,
-            made,
-            held: Box::new(held),
-        };
+        let request = CutRequest::Source(source, made);
         let cut = async {
             self.shared.cuts.send(request).await.ok()?;
             cut.await.ok()

@@ -3,21 +3,21 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
 use warmroute_plane::PlaneError;
 use warmroute_process::access::RouteAccess::{ByMethod, Open};
 use warmroute_process::access::RouteTable;
+use warmroute_process::shared_page::SharedPage;
 use warmroute_process::{blocking, build};
 use warmroute_proto::registry::{DrainState, DrainUntil};
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
@@ -36,9 +36,6 @@ use crate::tokenizers::ModelTokenizer;
 /// Decisions shown if no limit is given.
 const DECISIONS_DEFAULT: usize = 50;
 
-/// Deadline for the turn to make a view.
-const VIEW_DEADLINE: Duration = Duration::from_secs(5);
-
 /// What the admin port shows.
 pub(crate) struct Admin {
     pub router: RouterId,
@@ -48,50 +45,30 @@ pub(crate) struct Admin {
     pub deployment: Arc<Deployment>,
     /// `None`: with NATS, where the workers' shims register them.
     pub workers: Option<EmbeddedWorkers>,
-    pub views: Views,
+    pub pages: AdminPages,
 }
 
-/// Views of all workers, which take milliseconds. One is made at a time, on a thread of its own,
-/// however many are asked for.
-pub(crate) struct Views(Arc<Semaphore>);
-
-/// The turn to make one.
-#[derive(Debug)]
-struct ViewTurn(OwnedSemaphorePermit);
-
-impl Default for Views {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(1)))
-    }
+/// Pages about all workers, which take milliseconds. Each is made on a thread of its own.
+#[derive(Default)]
+pub(crate) struct AdminPages {
+    metrics: SharedPage,
+    workers: SharedPage,
 }
 
-impl Views {
-    async fn turn(&self) -> Result<ViewTurn, StatusCode> {
-        let turn = timeout(VIEW_DEADLINE, Arc::clone(&self.0).acquire_owned());
-        match turn.await {
-            Ok(Ok(turn)) => Ok(ViewTurn(turn)),
-            Ok(Err(_)) | Err(_) => Err(StatusCode::SERVICE_UNAVAILABLE),
-        }
-    }
+/// Makes a page. `None` if it cannot be made.
+async fn made(
+    admin: Arc<Admin>,
+    page: impl FnOnce(&Admin) -> anyhow::Result<Vec<u8>> + Send + 'static,
+) -> Option<Bytes> {
+    let made = blocking::run(move || page(&admin)).await;
+    let made = made.map_err(anyhow::Error::from).flatten();
+    let made = made.inspect_err(|error| tracing::error!(%error, "cannot make a page"));
+    made.ok().map(Bytes::from)
 }
 
-impl ViewTurn {
-    async fn make<T: Send + 'static>(
-        self,
-        admin: &Arc<Admin>,
-        view: impl FnOnce(&Admin) -> T + Send + 'static,
-    ) -> Result<T, StatusCode> {
-        let admin = Arc::clone(admin);
-        let made = blocking::run(move || {
-            let made = view(&admin);
-            drop(self.0);
-            made
-        });
-        made.await.map_err(|error| {
-            tracing::error!(%error, "a view cannot be made");
-            StatusCode::INTERNAL_SERVER_ERROR
-        })
-    }
+fn shown(page: Option<Bytes>, kind: &'static str) -> Result<Response, StatusCode> {
+    let page = page.ok_or(StatusCode::INTERNAL_SERVER_ERROR)?;
+    Ok(([(header::CONTENT_TYPE, kind)], page).into_response())
 }
 
 type SharedAdmin = State<Arc<Admin>>;
@@ -248,19 +225,14 @@ fn shown_drain(worker: &WorkerId, admin: &Admin) -> Value {
 }
 
 async fn metrics(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
-    let turn = admin.views.turn().await?;
-    let sync = admin.replicas.status(StatusDetail::Summary).await;
-    let text = move |admin: &Admin| metrics_text(admin, sync.as_ref());
-    match turn.make(&admin, text).await? {
-        Ok(text) => {
-            let kind = "text/plain; version=0.0.4";
-            Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+    let make = {
+        let admin = Arc::clone(&admin);
+        async move {
+            let sync = admin.replicas.status(StatusDetail::Summary).await;
+            made(admin, move |admin| metrics_text(admin, sync.as_ref())).await
         }
-        Err(error) => {
-            tracing::error!(%error, "cannot render the metrics");
-            Err(StatusCode::INTERNAL_SERVER_ERROR)
-        }
-    }
+    };
+    shown(admin.pages.metrics.get(make).await, prometheus::TEXT_FORMAT)
 }
 
 fn metrics_text(admin: &Admin, sync: Option<&ReplicaStatus>) -> anyhow::Result<Vec<u8>> {
@@ -327,9 +299,11 @@ async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
         let workers = workers
             .iter()
             .map(|worker| shown_worker(worker, &index, admin));
-        Json(json!({ "workers": workers.collect::<Vec<_>>() })).into_response()
+        let page = json!({ "workers": workers.collect::<Vec<_>>() });
+        Ok(serde_json::to_vec(&page)?)
     };
-    admin.views.turn().await?.make(&admin, show).await
+    let make = made(Arc::clone(&admin), show);
+    shown(admin.pages.workers.get(make).await, "application/json")
 }
 
 fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Value {
@@ -512,25 +486,5 @@ async fn decisions(State(admin): SharedAdmin, Query(query): Query<Limit>) -> Res
             tracing::error!(%error, "cannot show the decisions");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// `/metrics` is open: whatever is asked for, one thread makes views.
-    #[tokio::test(start_paused = true)]
-    async fn views_are_made_one_at_a_time() {
-        let views = Views::default();
-        let first = views.turn().await.unwrap();
-        let began = Instant::now();
-        assert_eq!(
-            views.turn().await.err(),
-            Some(StatusCode::SERVICE_UNAVAILABLE)
-        );
-        assert_eq!(began.elapsed(), VIEW_DEADLINE);
-        drop(first);
-        assert!(views.turn().await.is_ok());
     }
 }

@@ -44,6 +44,9 @@ const BROADCASTS_MAX: usize = 16;
 /// Bound on the status requests that wait.
 const STATUS_REQUESTS_MAX: usize = 16;
 
+/// Deadline for a status. Without a connection none is given.
+const STATUS_DEADLINE: Duration = Duration::from_secs(1);
+
 /// A replica that is ready to run.
 pub struct Replication {
     router: RouterId,
@@ -64,11 +67,14 @@ struct StatusRequest {
 }
 
 impl ReplicationHandle {
-    /// The replica's state, or `None` if it does not run.
+    /// The replica's state, or `None` if it does not run, or is not connected to the others.
     pub async fn status(&self, detail: StatusDetail) -> Option<ReplicaStatus> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(StatusRequest { detail, reply }).await.ok()?;
-        answer.await.ok()
+        let status = async {
+            self.0.send(StatusRequest { detail, reply }).await.ok()?;
+            answer.await.ok()
+        };
+        timeout(STATUS_DEADLINE, status).await.ok().flatten()
     }
 }
 

@@ -368,7 +368,7 @@ impl Services {
             replicas,
             deployment: self.deployment,
             workers,
-            views: admin::Views::default(),
+            pages: admin::AdminPages::default(),
         };
         Ok((app, admin))
     }

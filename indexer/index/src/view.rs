@@ -84,21 +84,32 @@ fn in_steps<T: Clone>(mut step: impl FnMut(Option<&T>, &mut Vec<T>)) -> Vec<T> {
 
 /// Everything up to the position is in; sources may be ahead of it.
 pub fn digest(fold: &FairReader<Fold>, now: Instant) -> DigestView {
-    let position = {
+    let place = || {
         let fold = fold.read();
-        fold.log().map(|_| fold.position())
+        (fold.log(), fold.position())
     };
-    let sources = statuses(fold, now);
-    let sources = sources.iter();
-    DigestView {
-        position,
-        sources: sources
-            .map(|(source, status)| source_digest(source, status))
-            .collect(),
+    let mut before = place();
+    loop {
+        let sources = statuses(fold, now);
+        let (log, position) = place();
+        // It went back to a snapshot, or to another log, in between.
+        if log != before.0 || position < before.1 {
+            before = (log, position);
+            continue;
+        }
+        return DigestView {
+            position: log.map(|_| before.1),
+            sources: sources
+                .iter()
+                .map(|(source, status)| source_digest(source, status))
+                .collect(),
+        };
     }
 }
 
+/// Sources are read before workers: one without an entry had none after it was seen.
 pub fn workers(fold: &FairReader<Fold>, now: Instant) -> Vec<WorkerView> {
+    let statuses = statuses(fold, now);
     let mut views = in_steps(|after: Option<&WorkerView>, all| {
         let fold = fold.read();
         let step = fold.workers_after(after.map(|view| &view.instance_id));
@@ -110,27 +121,26 @@ pub fn workers(fold: &FairReader<Fold>, now: Instant) -> Vec<WorkerView> {
         }));
     });
     let mut unlisted = Vec::new();
-    for (source, status) in statuses(fold, now) {
-        let found = views.binary_search_by(|view| view.instance_id.cmp(&source.worker));
-        match found.ok().and_then(|at| views.get_mut(at)) {
-            Some(view) => view.sources.push(source_view(&source, &status)),
-            None => unlisted.push((source, status)),
-        }
-    }
     // The ranks of a worker follow each other.
-    for ranks in unlisted.chunk_by(|(one, _), (next, _)| one.worker == next.worker) {
-        views.extend(ranks.first().map(|(first, _)| {
-            WorkerView {
+    for ranks in statuses.chunk_by(|(one, _), (next, _)| one.worker == next.worker) {
+        let Some((first, _)) = ranks.first() else {
+            continue;
+        };
+        let sources = ranks
+            .iter()
+            .map(|(source, status)| source_view(source, status));
+        let found = views.binary_search_by(|view| view.instance_id.cmp(&first.worker));
+        match found.ok().and_then(|at| views.get_mut(at)) {
+            Some(view) => view.sources.extend(sources),
+            None => unlisted.push(WorkerView {
                 instance_id: first.worker.clone(),
                 entry: None,
                 registered: false,
-                sources: ranks
-                    .iter()
-                    .map(|(source, status)| source_view(source, status))
-                    .collect(),
-            }
-        }));
+                sources: sources.collect(),
+            }),
+        }
     }
+    views.append(&mut unlisted);
     views.sort_unstable_by(|one, other| one.instance_id.cmp(&other.instance_id));
     views
 }

@@ -24,8 +24,8 @@ use super::{HttpError, Limited, Slot};
 /// Bytes at which a page ends; one more line may exceed it.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// The slowest client, 256 KiB/s, and how far it may fall behind that.
-const PAGE_TIME_MAX: Duration = Duration::from_millis(250);
+/// The slowest client, and how far it may fall behind that.
+const BYTES_PER_SEC_MIN: f64 = 262_144.0;
 const BEHIND_MAX: Duration = Duration::from_secs(30);
 
 /// A body in the making.
@@ -42,22 +42,23 @@ struct DumpBody {
 struct Pace {
     /// The time that it took, less what it may take.
     behind: Duration,
-    /// When it got the last page.
-    page_at: Option<Instant>,
+    /// When it got the last page, and how long it may take for that.
+    page: Option<(Instant, Duration)>,
 }
 
 impl Pace {
     /// It wants the next page. Returns false if it is too slow.
     fn wants(&mut self) -> bool {
-        if let Some(at) = self.page_at.take() {
+        if let Some((at, may_take)) = self.page.take() {
             let behind = self.behind + at.elapsed();
-            self.behind = behind.saturating_sub(PAGE_TIME_MAX);
+            self.behind = behind.saturating_sub(may_take);
         }
         self.behind <= BEHIND_MAX
     }
 
-    fn gets(&mut self) {
-        self.page_at = Some(Instant::now());
+    fn gets(&mut self, bytes: usize) {
+        let may_take = Duration::from_secs_f64(bytes as f64 / BYTES_PER_SEC_MIN);
+        self.page = Some((Instant::now(), may_take));
     }
 }
 
@@ -101,7 +102,7 @@ impl DumpBody {
         let page = self.index.compute(&self.slot, move || open.page()).await;
         let (page, rest) = page.map_err(|error| io::Error::other(error.message))??;
         self.open = rest;
-        self.client.gets();
+        self.client.gets(page.len());
         Ok(Some(page))
     }
 
@@ -110,11 +111,7 @@ impl DumpBody {
             return Ok(Some(open));
         }
         for source in self.sources.by_ref() {
-            let cut = self
-                .index
-                .handle
-                .cut_source(source, self.slot.clone())
-                .await;
+            let cut = self.index.handle.cut_source(source).await;
             if let Some(cut) = cut.map_err(io::Error::other)? {
                 return Ok(Some(OpenSource::Cut(cut)));
             }
@@ -171,14 +168,16 @@ fn change_value(change: &Change) -> Value {
 mod tests {
     use super::*;
 
-    /// Whether a client that takes this long for each of so many pages gets them all.
-    async fn gets_all(pages: u32, each: Duration) -> bool {
+    const KIB: usize = 1 << 10;
+
+    /// Whether a client gets all of so many pages of this length, each of which takes it so long.
+    async fn gets_all(pages: u32, bytes: usize, each: Duration) -> bool {
         let mut client = Pace::default();
         for _ in 0..pages {
             if !client.wants() {
                 return false;
             }
-            client.gets();
+            client.gets(bytes);
             tokio::time::advance(each).await;
         }
         client.wants()
@@ -186,12 +185,16 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_client_that_reads_too_slowly_does_not_keep_the_others_from_a_dump() {
-        assert!(gets_all(100_000, PAGE_TIME_MAX).await);
-        let twice = 2 * PAGE_TIME_MAX;
-        assert!(gets_all(120, twice).await, "for 60 s");
-        assert!(!gets_all(122, twice).await);
-        // Pauses count as what they add up to.
-        assert!(gets_all(1, BEHIND_MAX + PAGE_TIME_MAX).await);
-        assert!(!gets_all(1, BEHIND_MAX + twice).await);
+        let millis = Duration::from_millis;
+        for pages in [1, 100_000] {
+            assert!(gets_all(pages, 64 * KIB, millis(250)).await);
+            assert!(gets_all(pages, 128 * KIB, millis(500)).await, "long lines");
+        }
+        assert!(gets_all(120, 64 * KIB, millis(500)).await, "for 60 s");
+        assert!(!gets_all(122, 64 * KIB, millis(500)).await);
+        assert!(!gets_all(130, KIB, millis(250)).await, "small sources");
+        // One pause counts like many.
+        assert!(gets_all(1, 64 * KIB, BEHIND_MAX + millis(250)).await);
+        assert!(!gets_all(1, 64 * KIB, BEHIND_MAX + millis(251)).await);
     }
 }

@@ -2,6 +2,7 @@ use std::io::{Read as _, Write as _};
 use std::iter::repeat_n;
 use std::net::{SocketAddr, TcpStream};
 
+use futures_util::FutureExt as _;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_util::task::TaskTracker;
@@ -336,17 +337,21 @@ async fn few_bodies_are_read_at_a_time_and_none_for_ever() {
     assert_eq!(status, 200);
 }
 
+/// A dump's work on a large source takes long, at the lowest priority.
 #[tokio::test(start_paused = true)]
-async fn work_that_waits_for_its_turn_ends_with_an_error() {
+async fn work_on_one_kind_of_request_holds_up_no_other() {
     let running = Running::start(tests_support::plane());
-    let index = Limited::new(&running.handle, BODIES_MAX);
-    let (one, other) = (index.slot().await.ok(), index.slot().await.ok().unwrap());
-    assert!(one.is_some());
-    let turn = index.turn(&index.work).await.ok();
-    assert!(index.slot().await.is_err(), "both slots are taken");
-    let error = index.compute(&other, || ()).await.unwrap_err();
-    assert_eq!(error.status, StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(running.handle.faults().turned_away, 2);
-    drop(turn);
-    assert!(index.compute(&other, || ()).await.is_ok());
+    let [dumps, queries] = [DUMPS_MAX, BODIES_MAX].map(|max| Limited::new(&running.handle, max));
+    let dump = dumps.slot().await.ok().unwrap();
+    let place = dumps.place().await;
+    assert!(
+        dumps.compute(&dump, || ()).now_or_never().is_none(),
+        "one at a time"
+    );
+    let query = queries.slot().await.ok().unwrap();
+    assert!(queries.compute(&query, || ()).now_or_never().is_some());
+    assert!(dumps.slot().await.is_err(), "there is one slot for dumps");
+    assert_eq!(running.handle.faults().turned_away, 1);
+    drop(place);
+    assert!(dumps.compute(&dump, || ()).await.is_ok());
 }

@@ -43,12 +43,7 @@ const CLOCK_STOOD_MIN: Duration = Duration::from_secs(1);
 pub(super) enum CutRequest {
     /// The whole fold, with the image in this buffer.
     Snapshot(Vec<u8>, oneshot::Sender<CutMade>),
-    Source {
-        source: Source,
-        made: oneshot::Sender<Option<SourceCut>>,
-        /// What the requester holds while the request exists.
-        held: Box<dyn Send>,
-    },
+    Source(Source, oneshot::Sender<Option<SourceCut>>),
 }
 
 impl CutRequest {
@@ -56,7 +51,7 @@ impl CutRequest {
     fn is_given_up(&self) -> bool {
         match self {
             Self::Snapshot(_, made) => made.is_closed(),
-            Self::Source { made, .. } => made.is_closed(),
+            Self::Source(_, made) => made.is_closed(),
         }
     }
 }
@@ -81,20 +76,36 @@ impl Cuts {
     }
 
     /// The next whose requester waits. Cancel-safe.
-    pub(super) async fn next(&mut self) -> CutRequest {
+    pub(super) async fn next(&mut self) -> CutTurn<'_> {
         sleep_until(self.not_before).await;
         loop {
             match self.requests.recv().await {
                 Some(request) if request.is_given_up() => {}
-                Some(request) => return request,
+                Some(request) => {
+                    return CutTurn {
+                        request: Some(request),
+                        begun: Instant::now(),
+                        not_before: &mut self.not_before,
+                    };
+                }
                 // The service, which has the sender, is going.
                 None => std::future::pending().await,
             }
         }
     }
+}
 
-    pub(super) fn made_one(&mut self, took: Duration) {
-        self.not_before = Instant::now() + (took * CUT_RESTS).min(CUT_REST_MAX);
+/// A request's turn, which ends with the cut.
+pub(super) struct CutTurn<'a> {
+    pub(super) request: Option<CutRequest>,
+    begun: Instant,
+    not_before: &'a mut Instant,
+}
+
+impl Drop for CutTurn<'_> {
+    fn drop(&mut self) {
+        let rest = self.begun.elapsed() * CUT_RESTS;
+        *self.not_before = Instant::now() + rest.min(CUT_REST_MAX);
     }
 }
 
@@ -232,11 +243,7 @@ impl FoldWriter {
                     until_compared.store(0, Ordering::Relaxed);
                 }
                 () = self.clock_answered() => self.take_in_clock(),
-                request = cuts.next() => {
-                    let begun = now();
-                    self.cut(request).await;
-                    cuts.made_one(now().saturating_duration_since(begun));
-                }
+                turn = cuts.next() => self.cut(turn).await,
                 Some(look) = looks.next() => {
                     self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
                     self.looked_again(look)?;
@@ -382,7 +389,7 @@ impl FoldWriter {
     async fn look(&self, compare: Compare) -> Result<Look, PlaneError> {
         let at = now();
         let (log, mark) = {
-            let fold = self.shared.read();
+            let fold = self.fold.read();
             (fold.log(), fold.mark())
         };
         let (status, clock) = self.timed_status().await?;
@@ -619,7 +626,10 @@ impl FoldWriter {
     }
 
     /// Cuts while the writer waits here. Readers go on beside it.
-    async fn cut(&self, request: CutRequest) {
+    async fn cut(&self, mut turn: CutTurn<'_>) {
+        let Some(request) = turn.request.take() else {
+            return;
+        };
         let shared = Arc::clone(&self.shared);
         // The requester may give up.
         let cut = move || match request {
@@ -630,9 +640,8 @@ impl FoldWriter {
                 let took = now().saturating_duration_since(reading.at);
                 drop(made.send(CutMade { cut, reading, took }));
             }
-            CutRequest::Source { source, made, held } => {
+            CutRequest::Source(source, made) => {
                 drop(made.send(view::cut(&shared.read(), &source, now())));
-                drop(held);
             }
         };
         if let Err(error) = blocking::run(cut).await {

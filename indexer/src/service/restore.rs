@@ -17,17 +17,16 @@ use crate::same_log::{self, LogMatch};
 use crate::snapshot::{Name, Restored, policy};
 
 /// A store that does not answer, or slowly, must not keep an indexer from starting: it has the log, and
-/// the shims have what the log lost. 15 GB come in this time through 1 Gbit/s.
+/// the shims have what the log lost. 20 GB come in this time through 300 Mbit/s.
 const START_TRIES: usize = 6;
-const START_READ_MAX: Duration = Duration::from_secs(120);
+const START_READ_MAX: Duration = Duration::from_secs(600);
 
 /// Looking up a record that one server of a cluster may not have yet.
 const LOOKUP_TRIES: usize = 3;
 const LOOKUP_PAUSE: Duration = Duration::from_millis(300);
 
-/// The longest time for which a running indexer reads a snapshot; then images are the faster repair
-/// of a source that diverged, or of a log that went on. 1 GB comes in 8 s through 1 Gbit/s, and is
-/// decoded in a few more.
+/// The longest time for which a running indexer waits for a snapshot; then images are the faster
+/// repair of a source that diverged, or of a log that went on. 1 GB comes in 8 s through 1 Gbit/s.
 const READ_MAX: Duration = Duration::from_secs(15);
 
 /// A snapshot that fits the log and is of use, not yet adopted.
@@ -62,37 +61,34 @@ impl FoldWriter {
         for attempt in 1..=START_TRIES {
             self.wait_until_connected().await;
             let asked = now();
-            let found = timeout(left, self.find(Wanted::Any)).await;
-            left = left.saturating_sub(now().saturating_duration_since(asked));
-            match found {
-                Ok(Ok(Some(found))) => {
+            match self.find(Wanted::Any, left).await {
+                Ok(Some(found)) => {
                     self.adopt(RestoreCause::Start, found);
                     let took = now().saturating_duration_since(begun);
                     info!(?took, replica = config.writer, "started from a snapshot");
                     return;
                 }
-                Ok(Ok(None)) => break,
-                Ok(Err(error)) => warn!(%error, attempt, "snapshots cannot be read"),
-                Err(_) => {
-                    warn!("the snapshot store is too slow: the start does not wait for it");
-                    break;
-                }
+                Ok(None) => break,
+                Err(error) => warn!(%error, attempt, "snapshots cannot be read"),
+            }
+            left = left.saturating_sub(now().saturating_duration_since(asked));
+            if left.is_zero() {
+                break;
             }
             sleep(RETRY).await;
         }
         if same_log::goes_on_from(LogPosition(0), status) {
-            info!("no snapshot: the log is whole, and read from its beginning");
+            info!("without a snapshot: the log is whole, and read from its beginning");
         } else {
             let first = status.first;
-            warn!(%first, "no snapshot, and the log is trimmed: sources are asked for new generations");
+            warn!(%first, "without a snapshot, and the log is trimmed: sources are asked for new generations");
         }
     }
 
     /// Begins to read a snapshot. It takes no lock of the fold for writing.
     pub(super) fn read(&self, wanted: Wanted) -> Reading<'_> {
         let read = async move {
-            let found = timeout(READ_MAX, self.find(wanted)).await;
-            let found = found.unwrap_or_else(|_| Err(unavailable("the store is slow")));
+            let found = self.find(wanted, READ_MAX).await;
             found.unwrap_or_else(|error| {
                 warn!(%error, "snapshots cannot be read");
                 None
@@ -119,8 +115,10 @@ impl FoldWriter {
 }
 
 impl ServiceContext {
-    /// Reads the newest snapshot that fits the log and is of use.
-    async fn find(&self, wanted: Wanted) -> Result<Option<Found>, PlaneError> {
+    /// Reads the newest snapshot that fits the log and is of use. Waits for the store up to `most` in
+    /// all. What came is decoded, however long that takes: it could not be stopped.
+    async fn find(&self, wanted: Wanted, most: Duration) -> Result<Option<Found>, PlaneError> {
+        let until = Instant::now() + most;
         if self.snapshots.is_none() {
             return Ok(None);
         }
@@ -129,7 +127,7 @@ impl ServiceContext {
             return Ok(None);
         }
         let status = self.log_status().await?;
-        let names = self.snapshot_names().await?;
+        let names = by(until, self.snapshot_names()).await?;
         let foreign = names
             .iter()
             .filter(|name| is_foreign(name, status.identity));
@@ -143,7 +141,7 @@ impl ServiceContext {
                 self.skip(text, Skipped::Trimmed, &"the log behind it is trimmed");
                 break;
             }
-            let Some(restored) = self.load(text, &name).await? else {
+            let Some(restored) = self.load(text, &name, until).await? else {
                 continue;
             };
             if let Wanted::Holding(sources) = &wanted
@@ -179,8 +177,14 @@ impl ServiceContext {
     }
 
     /// Reads one snapshot; `None` if it is not valid.
-    async fn load(&self, text: &str, name: &Name) -> Result<Option<Restored>, PlaneError> {
-        let Some(blob) = self.plane.get_snapshot(text.to_owned()).await? else {
+    async fn load(
+        &self,
+        text: &str,
+        name: &Name,
+        until: Instant,
+    ) -> Result<Option<Restored>, PlaneError> {
+        let blob = by(until, self.plane.get_snapshot(text.to_owned()));
+        let Some(blob) = blob.await? else {
             self.skip(text, Skipped::Torn, &"it is gone or torn");
             return Ok(None);
         };
@@ -279,6 +283,15 @@ impl ServiceContext {
             | Skipped::Memory => error!(name, %detail, "snapshot skipped"),
         }
     }
+}
+
+/// What the store answers in time.
+async fn by<T>(
+    until: Instant,
+    answer: impl Future<Output = Result<T, PlaneError>>,
+) -> Result<T, PlaneError> {
+    let answer = timeout_at(until, answer).await;
+    answer.unwrap_or_else(|_| Err(unavailable("the snapshot store is too slow")))
 }
 
 fn is_foreign(name: &str, log: StreamIdentity) -> bool {

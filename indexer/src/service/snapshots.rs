@@ -186,10 +186,12 @@ impl Snapshots {
         let bytes = self.context.shared.read().tree().image_bytes();
         let buffer = in_background(move || touched(bytes + bytes / 16)).await?;
         let request = CutRequest::Snapshot(buffer, request);
-        let cuts = &self.context.shared.cuts;
-        cuts.try_send(request).map_err(as_unavailable)?;
-        let made = timeout(CUT_DEADLINE, made).await.map_err(as_unavailable)?;
-        made.map_err(as_unavailable)
+        let cut = async {
+            let sent = self.context.shared.cuts.send(request).await;
+            sent.map_err(as_unavailable)?;
+            made.await.map_err(as_unavailable)
+        };
+        timeout(CUT_DEADLINE, cut).await.map_err(as_unavailable)?
     }
 
     /// The store hashes all of it on its way: not on a thread that answers queries.

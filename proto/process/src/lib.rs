@@ -23,6 +23,7 @@ pub mod metrics_page;
 pub mod nats;
 pub mod open_files;
 pub mod server;
+pub mod shared_page;
 pub mod signals;
 pub mod small_file;
 pub mod tasks;

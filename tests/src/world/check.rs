@@ -428,6 +428,11 @@ impl World {
 
     /// An indexer shows a worker as registered if and only if it is.
     fn check_registrations(&mut self, at: usize) {
+        // At its start an indexer waits for the snapshot store.
+        let is_slow = self.now < self.plane.slow_transfers_end;
+        if is_slow && self.read_index(at, Handle::has_started) == Some(false) {
+            self.indexers[at].started_after = self.now;
+        }
         let is_replicated = self.plane.kind == WorldPlane::Core;
         // An indexer follows the registry from when it follows the log.
         let is_late = self.plane.log_led_from() + SEEN_WITHIN > self.now;
@@ -437,11 +442,6 @@ impl World {
         let Some(shown) = self.read_index(at, Handle::workers) else {
             return;
         };
-        // At its start an indexer waits for the snapshot store.
-        let is_slow = self.now < self.plane.slow_transfers_end;
-        if is_slow && self.read_index(at, Handle::has_started) == Some(false) {
-            self.indexers[at].started_after = self.now;
-        }
         if self.indexers[at].started_after + SEEN_WITHIN > self.now {
             return;
         }

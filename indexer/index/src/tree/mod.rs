@@ -46,6 +46,9 @@ pub use dump::SourceNodes;
 pub use image::{BadImage, digests_of_image};
 
 /// A source's place in the tree. Dense, given by [`Tree::open`]; dead after [`Tree::close`].
+/// Blocks of a prompt that are hashed before it is looked whether the last one is there.
+const RESUME_STEP: usize = 256;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SourceNumber(u32);
 
@@ -370,8 +373,14 @@ impl Tree {
         if self.locate(root).is_none() {
             return Vec::new();
         }
-        let below = prefix_hashes(Some(root), blocks);
-        let chain: Vec<_> = std::iter::once(root).chain(below).collect();
+        let mut chain = vec![root];
+        for step in blocks.chunks(RESUME_STEP) {
+            chain.extend(prefix_hashes(chain.last().copied(), step));
+            // Below a prefix that is not there is none: a long prompt's rest is not hashed.
+            if chain.last().is_none_or(|&last| self.locate(last).is_none()) {
+                break;
+            }
+        }
         lookup::deepest(self, &chain, allowed)
     }
 

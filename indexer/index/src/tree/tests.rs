@@ -192,6 +192,32 @@ fn deepest_resume_point_is_found_below_its_root_only() {
     assert_eq!(tree.resume_depths(&locals(&[1, 2]), &unknown), [0, 0]);
 }
 
+/// A prompt is hashed in steps, as far as the tree reaches.
+#[test]
+fn resume_points_of_a_long_prompt_are_found() {
+    let mut tree = Tree::new();
+    let number = tree.open();
+    let path: Vec<u64> = std::iter::once(LocalHash::RESUME_ROOT.0)
+        .chain(1..=2000)
+        .collect();
+    for depth in [2000, 1024, 513, 512, 511, 256] {
+        tree.apply(number, &stored(&[], &path[..=depth], Tier::Gpu))
+            .unwrap();
+        let above: Vec<_> = (1..=depth).map(|len| &path[..len]).collect();
+        tree.apply(number, &removed(&above, Tier::Gpu)).unwrap();
+    }
+    let points = [2000, 1024, 513, 512, 511, 256];
+    for common in [0, 255, 256, 257, 511, 512, 513, 700, 1023, 1024, 1999, 2000] {
+        let prompt: Vec<u64> = (1..=common).chain(5000..6000).collect();
+        let deepest = points
+            .into_iter()
+            .filter(|&point| u64::from(point) <= common)
+            .max();
+        let found = tree.resume_depths(&locals(&prompt), &[TierMask::ALL]);
+        assert_eq!(found, [deepest.unwrap_or(0)], "{common}");
+    }
+}
+
 #[test]
 fn tier_that_is_not_allowed_holds_nothing() {
     let mut tree = Tree::new();

@@ -133,10 +133,14 @@ async fn a_start_does_not_wait_for_ever_for_a_slow_store() {
     plane.stall_snapshots(true);
     let subject = Subjects::new(&tests_support::namespace()).resync(&source(W).worker);
     let mut requests = plane.subscribe(subject).await.unwrap();
-    let began = Instant::now();
     let running = Running::start_keeping(plane, "second");
-    until(async || running.handle.is_ready()).await;
-    assert!(began.elapsed() < 130 * SECOND, "{:?}", began.elapsed());
+    sleep(500 * SECOND).await;
+    assert!(
+        !running.handle.has_started(),
+        "a large snapshot may take that long"
+    );
+    sleep(102 * SECOND).await;
+    assert!(running.handle.is_ready());
     running.heartbeat(&shim).await;
     let request = timeout(60 * SECOND, requests.next())
         .await
