@@ -114,18 +114,22 @@ impl TenantSync {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut number = 0;
         let mut received: Option<PlaneStream<Broadcast>> = None;
-        let mut retry_at = Instant::now();
+        // Not begun again at each turn: it may take longer than the next tick.
+        let mut opening = Box::pin(self.subscribe(Instant::now()));
         loop {
             tokio::select! {
                 message = next_of(&mut received) => match message {
                     Some(message) => self.receive(&message.payload, &mut peers),
-                    None => received = None,
+                    None => {
+                        received = None;
+                        opening.set(self.subscribe(Instant::now()));
+                    }
                 },
                 event = routers.next() => self.observe(event, &mut peers),
                 _ = ticks.tick() => self.report(&mut number, &mut peers).await,
-                opened = self.subscribe(retry_at), if received.is_none() => match opened {
+                opened = &mut opening, if received.is_none() => match opened {
                     Ok(stream) => received = Some(stream),
-                    Err(_) => retry_at = Instant::now() + RETRY_DELAY,
+                    Err(_) => opening.set(self.subscribe(Instant::now() + RETRY_DELAY)),
                 },
             }
         }

@@ -597,6 +597,41 @@ async fn cluster() -> [NatsServer; 3] {
     [start(0).await, start(1).await, start(2).await]
 }
 
+/// Requests for messages end by their bytes; what follows is asked for again.
+#[tokio::test]
+async fn what_is_larger_than_one_request_is_read_whole() {
+    const MIB: usize = 1 << 20;
+    let server = NatsServer::start().await;
+    let sizes = InitConfig {
+        max_bytes: 64 << 20,
+        ..sizes()
+    };
+    let plane = NatsPlane::init(config(&server), sizes).await.unwrap();
+    let blob: Bytes = (0..20 * MIB).map(|at| (at / 7) as u8).collect();
+    plane
+        .put_snapshot("large".into(), blob.clone())
+        .await
+        .unwrap();
+    let found = plane.get_snapshot("large".into()).await.unwrap();
+    assert!(found == Some(blob), "20 MiB");
+    let records = 300;
+    let payload = Bytes::from(vec![1; 64 << 10]);
+    for _ in 0..records {
+        let appended = plane.append("wr.t.kv.a.0".into(), payload.clone()).await;
+        appended.unwrap().await.unwrap();
+    }
+    let mut tail = plane.tail(LogPosition(0), 1000).await.unwrap();
+    let mut position = 0;
+    while position < records {
+        let batch = timeout(SOON, tail.next()).await.expect("in time");
+        for message in batch.expect("the tail goes on") {
+            position += 1;
+            assert_eq!(message.position, LogPosition(position));
+            assert_eq!(message.payload, payload);
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_killed_leader_costs_nothing() {
     let mut servers = cluster().await;

@@ -27,6 +27,8 @@ const RENAMED: Duration = Duration::from_secs(KEPT.as_secs() / 2);
 pub(crate) struct DrainTable {
     records: BTreeMap<WorkerId, DrainRecord>,
     contexts: BTreeMap<WorkerId, DrainContext>,
+    /// Those of standing drains that the registry lost, or replaced by an older copy's.
+    lost_contexts: BTreeMap<WorkerId, DrainContext>,
 }
 
 /// An entry that has no effect any more.
@@ -74,19 +76,47 @@ impl DrainTable {
 
     /// The registry has this context, of the drain of its turn.
     pub(crate) fn set_context(&mut self, context: DrainContext) {
-        self.contexts.insert(context.worker.clone(), context);
+        let before = self.contexts.insert(context.worker.clone(), context);
+        self.keep_if_standing(before);
     }
 
     /// The registry has no context of this worker.
     pub(crate) fn context_absent(&mut self, worker: &WorkerId) {
-        self.contexts.remove(worker);
+        let before = self.contexts.remove(worker);
+        self.keep_if_standing(before);
+    }
+
+    fn keep_if_standing(&mut self, before: Option<DrainContext>) {
+        let is_lost = |before: &DrainContext| self.is_lost(before);
+        if let Some(lost) = before.filter(is_lost) {
+            self.lost_contexts.insert(lost.worker.clone(), lost);
+        }
+    }
+
+    /// Whether it belongs to a drain that stands, and the registry has none of that turn or a later one.
+    fn is_lost(&self, context: &DrainContext) -> bool {
+        let present = self.contexts.get(&context.worker);
+        self.is_of_standing_drain(context) && present.is_none_or(|now| now.turn < context.turn)
+    }
+
+    fn is_of_standing_drain(&self, context: &DrainContext) -> bool {
+        self.entry(&context.worker)
+            .is_some_and(|entry| entry.drain == DrainState::Draining && entry.turn == context.turn)
+    }
+
+    /// The contexts of standing drains that the registry lacks.
+    pub(crate) fn lost_contexts(&mut self) -> Vec<DrainContext> {
+        let mut lost = std::mem::take(&mut self.lost_contexts);
+        lost.retain(|_, context| self.is_lost(context));
+        self.lost_contexts = lost;
+        self.lost_contexts.values().cloned().collect()
     }
 
     /// What the worker's drain refers to. `None`: it is not drained, or by an earlier version.
     pub(crate) fn context(&self, worker: &WorkerId) -> Option<&DrainContext> {
-        let entry = self.entry(worker)?;
-        let context = self.contexts.get(worker)?;
-        (entry.drain == DrainState::Draining && entry.turn == context.turn).then_some(context)
+        let known = [self.contexts.get(worker), self.lost_contexts.get(worker)];
+        let mut known = known.into_iter().flatten();
+        known.find(|context| self.is_of_standing_drain(context))
     }
 
     /// The context of a drain that ends when another shim registers the worker.

@@ -9,12 +9,13 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{Method, StatusCode, header};
-use futures_util::{StreamExt as _, stream};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -73,6 +74,13 @@ enum TokenizeAnswer {
     Unavailable,
 }
 
+/// A check of a worker in one of its epochs.
+type Attempt = (WorkerId, u64);
+
+fn attempt(worker: &FleetWorker) -> Attempt {
+    (worker.entry.worker.clone(), worker.epoch)
+}
+
 /// When to check the unchecked workers again.
 #[derive(Default)]
 struct CheckBackoff(BTreeMap<WorkerId, CheckRetry>);
@@ -84,13 +92,22 @@ struct CheckRetry {
 }
 
 impl CheckBackoff {
-    /// The workers that are due of all unchecked ones, which are counted as attempted.
-    fn due(&mut self, mut unchecked: Vec<FleetWorker>, now: Instant) -> Vec<FleetWorker> {
+    /// The workers that are due of all unchecked ones, which are counted as attempted. Those whose
+    /// attempt has not ended are not due.
+    fn due(
+        &mut self,
+        mut unchecked: Vec<FleetWorker>,
+        attempted: &BTreeSet<Attempt>,
+        now: Instant,
+    ) -> Vec<FleetWorker> {
         let names: BTreeSet<_> = unchecked.iter().map(|w| w.entry.worker.clone()).collect();
         self.0.retain(|worker, _| names.contains(worker));
         unchecked.retain(|worker| {
             let known = self.0.get(&worker.entry.worker);
             let known = known.filter(|retry| retry.epoch == worker.epoch);
+            if attempted.contains(&attempt(worker)) {
+                return false;
+            }
             let pause = match known {
                 Some(retry) if now < retry.due => return false,
                 Some(retry) => (retry.pause * 2).min(RETRY_MAX),
@@ -110,21 +127,45 @@ impl CheckBackoff {
 
 impl RegistrationChecker {
     pub(crate) async fn run(self, stop: CancellationToken) {
+        stop.run_until_cancelled(self.check_when_due()).await;
+    }
+
+    async fn check_when_due(&self) {
         let mut retries = interval(RETRY);
         retries.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut backoff = CheckBackoff::default();
+        // An engine that hangs does not hold up the checks of others.
+        let mut waiting = VecDeque::new();
+        let mut running = FuturesUnordered::new();
+        let mut attempted = BTreeSet::new();
         loop {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = self.fleet.check_due.notified() => {}
-                _ = retries.tick() => {}
+            let is_due = tokio::select! {
+                () = self.fleet.check_due.notified() => true,
+                _ = retries.tick() => true,
+                Some(ended) = running.next() => {
+                    attempted.remove(&ended);
+                    false
+                }
+            };
+            if is_due {
+                let unchecked: Vec<_> = self.fleet.state().unchecked().cloned().collect();
+                for worker in backoff.due(unchecked, &attempted, Instant::now()) {
+                    attempted.insert(attempt(&worker));
+                    waiting.push_back(worker);
+                }
             }
-            let unchecked: Vec<_> = self.fleet.state().unchecked().cloned().collect();
-            let round = stream::iter(backoff.due(unchecked, Instant::now()))
-                .for_each_concurrent(CONCURRENT_MAX, |worker| self.check(worker));
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = round => {}
+            while running.len() < CONCURRENT_MAX
+                && let Some(worker) = waiting.pop_front()
+            {
+                running.push(async {
+                    let attempt = attempt(&worker);
+                    // It may have gone and come again while it waited.
+                    let epoch = self.fleet.state().get(&attempt.0).map(|known| known.epoch);
+                    if epoch == Some(attempt.1) {
+                        self.check(worker).await;
+                    }
+                    attempt
+                });
             }
         }
     }

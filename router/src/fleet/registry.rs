@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use prometheus::IntCounter;
-use tokio::time::{Instant, MissedTickBehavior, interval, interval_at};
+use tokio::time::{Instant, MissedTickBehavior, interval, interval_at, sleep};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PutIf, RegistryEvent, RegistryWatch, Revision};
 use warmroute_proto::registry::{
@@ -31,6 +31,9 @@ const COLLECT_PERIOD: Duration = Duration::from_secs(3600);
 
 /// Attempts to write a drain while other routers write one of the same worker.
 const WRITES_MAX: usize = 4;
+
+/// Time within which a router that wrote what its drain refers to writes the drain, unless it failed.
+const ENTRY_FOLLOWS: Duration = Duration::from_secs(1);
 
 pub struct FleetRegistry {
     pub fleet: Arc<Fleet>,
@@ -91,10 +94,13 @@ impl FleetRegistry {
             let Some((write, until)) = write else {
                 return Ok(());
             };
-            if let Some(until) = until {
-                self.write_context(&write, until).await?;
-            }
-            match self.write(write).await {
+            let written = async {
+                if let Some(until) = until {
+                    self.write_context(&write, until).await?;
+                }
+                self.write(write).await
+            };
+            match written.await {
                 Err(PlaneError::Conflict) => self.read_drain(worker).await?,
                 written => return written,
             }
@@ -102,20 +108,60 @@ impl FleetRegistry {
         Err(unavailable("other routers write drains of this worker"))
     }
 
-    /// Writes what a drain refers to, before the drain. Another router that drains the worker in the
-    /// same turn may replace it; then the entry of one of them conflicts and gets another turn.
+    /// Writes what a drain refers to, before the drain. A drain until undone that another router
+    /// begins in the same turn is not weakened: it gets time for its entry. A conflict: another router
+    /// wrote a context or that entry.
     async fn write_context(&self, write: &DrainWrite, until: DrainUntil) -> Result<(), PlaneError> {
-        let worker = &write.entry.worker;
+        let (worker, turn) = (&write.entry.worker, write.entry.turn);
+        let found = self.stored_context(worker).await?;
+        let is_begun = found.as_ref().is_some_and(|(_, context)| {
+            let context = context.as_ref();
+            context.is_some_and(|of| of.turn == turn && of.until == DrainUntil::Undone)
+        });
+        if is_begun && until == DrainUntil::Restart {
+            sleep(ENTRY_FOLLOWS).await;
+            self.read_drain(worker).await?;
+            let last = self
+                .fleet
+                .state()
+                .drains
+                .entry(worker)
+                .map(|last| last.turn);
+            if last.is_some_and(|last| last >= turn) {
+                return Err(PlaneError::Conflict);
+            }
+        }
         let context = DrainContext {
             worker: worker.clone(),
-            turn: write.entry.turn,
+            turn,
             shim: self.shim_of(worker).await?,
             until,
         };
-        let key = self.subjects.drain_context_key(worker);
+        self.put_context(context, found.map(|(revision, _)| revision))
+            .await
+    }
+
+    /// The context in the registry, if it can be read, and its revision.
+    async fn stored_context(
+        &self,
+        worker: &WorkerId,
+    ) -> Result<Option<(Revision, Option<DrainContext>)>, PlaneError> {
+        let found = self
+            .plane
+            .get(self.subjects.drain_context_key(worker))
+            .await?;
+        Ok(found.map(|found| (found.revision, codec::decode(&found.value).ok())))
+    }
+
+    async fn put_context(
+        &self,
+        context: DrainContext,
+        replaces: Option<Revision>,
+    ) -> Result<(), PlaneError> {
+        let condition = replaces.map_or(PutIf::Absent, PutIf::Revision);
+        let key = self.subjects.drain_context_key(&context.worker);
         let value = codec::encode(&context).map_err(unavailable)?;
-        let put = self.plane.put(key, value.into(), PutIf::Always, None);
-        put.await?;
+        self.plane.put(key, value.into(), condition, None).await?;
         self.fleet.state().drains.set_context(context);
         Ok(())
     }
@@ -270,8 +316,25 @@ impl FleetRegistry {
         self.unreadable.inc();
     }
 
-    /// Writes the drains that the registry lacks.
+    async fn restore_context(&self, lost: DrainContext) -> Result<(), PlaneError> {
+        let found = self.stored_context(&lost.worker).await?;
+        let present = found.as_ref().and_then(|(_, present)| present.as_ref());
+        if present.is_some_and(|present| present.turn >= lost.turn) {
+            // The watch reports it.
+            return Ok(());
+        }
+        self.put_context(lost, found.map(|(revision, _)| revision))
+            .await
+    }
+
+    /// Writes the drains that the registry lacks, and first what they refer to.
     async fn restore_drains(&self) {
+        let lost = self.fleet.state().drains.lost_contexts();
+        for context in lost {
+            if let Err(error) = self.restore_context(context).await {
+                tracing::debug!(%error, "cannot restore what a drain refers to");
+            }
+        }
         let missing = self.fleet.state().drains.missing();
         for write in missing {
             let worker = write.entry.worker.clone();

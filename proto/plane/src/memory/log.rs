@@ -93,7 +93,7 @@ pub(crate) struct MemoryLog {
     bytes: usize,
     messages: VecDeque<LogMessage>,
     last: LogPosition,
-    /// The newest position of each subject, which may have been dropped.
+    /// The newest position of each subject that has a message.
     newest: BTreeMap<String, LogPosition>,
 }
 
@@ -137,6 +137,9 @@ impl MemoryLog {
         while self.bytes > self.bytes_max && self.messages.len() > 1 {
             if let Some(oldest) = self.messages.pop_front() {
                 self.bytes -= cost(&oldest.subject, &oldest.payload);
+                if self.newest.get(&oldest.subject) == Some(&oldest.position) {
+                    self.newest.remove(&oldest.subject);
+                }
             }
         }
         self.last
@@ -168,4 +171,28 @@ impl MemoryLog {
 /// A message's bytes in memory.
 fn cost(subject: &str, payload: &Bytes) -> usize {
     subject.len() + payload.len() + size_of::<LogMessage>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Subjects come from the network.
+    #[test]
+    fn a_subject_without_messages_is_forgotten() {
+        let identity = StreamIdentity {
+            created_unix_ns: 1,
+            nonce: 1,
+        };
+        let mut log = MemoryLog::new(identity, 10_000);
+        for number in 0..1000 {
+            for subject in ["stays".to_owned(), format!("subject.{number}")] {
+                log.append(subject, Bytes::from_static(b"payload"), |_| 0);
+            }
+        }
+        assert!(log.newest.len() <= log.messages.len());
+        let newest = log.last_on("stays").unwrap();
+        assert_eq!(newest.position.next(), log.last);
+        assert!(log.last_on("subject.0").is_none());
+    }
 }

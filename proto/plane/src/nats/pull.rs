@@ -29,7 +29,10 @@ const EXPIRES: Duration = Duration::from_secs(30);
 /// The server deletes a consumer without requests after this.
 const INACTIVE: Duration = Duration::from_secs(60);
 
-const BATCH_MAX: usize = 1000;
+/// Messages of a request. The server sends them as fast as it reads its store, and closes a connection
+/// that has 64 MiB unsent: half as many again as a request has may be on their way, of 64 KiB each.
+/// A bound in bytes would not do: at it the server forgets a subject of [`Start::LastPerSubject`].
+pub(super) const BATCH_MAX: usize = 500;
 
 /// First message of a consumer.
 #[derive(Clone, Copy)]
@@ -78,6 +81,7 @@ impl Pull {
         stream: String,
         filter: Option<&str>,
         start: Start,
+        batch_max: usize,
     ) -> Result<Self, JetStreamError> {
         #[derive(Deserialize)]
         struct Created {
@@ -105,7 +109,7 @@ impl Pull {
             name,
             inbox,
             deliveries,
-            batch: BATCH_MAX.min(core.queue_max / 2).max(1),
+            batch: batch_max.min(core.queue_max / 2).max(1),
             outstanding: 0,
             count: DeliveryCount(0),
             silent_at: Instant::now() + SILENCE_MAX,

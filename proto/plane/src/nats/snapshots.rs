@@ -21,11 +21,14 @@ use tokio::time::timeout;
 
 use super::core::{NatsCore, OutgoingMessage, PendingWrite, unavailable};
 use super::link::count;
-use super::pull::{Pull, Pulled, Start, unique};
+use super::pull::{BATCH_MAX, Pull, Pulled, Start, unique};
 use crate::PlaneError;
 
 /// Most bytes of a chunk, so that acknowledgements cost little. Smaller if the server's limit is.
 const CHUNK_BYTES: usize = 512 << 10;
+
+/// Chunks of a request: 8 MiB at most. Heartbeats and queries wait behind them.
+const BATCH: usize = 16;
 
 /// Unacknowledged chunks: 4 MiB at most.
 const WINDOW: usize = 8;
@@ -141,7 +144,8 @@ impl SnapshotBucket {
     async fn read(&self, object: &Object) -> Result<Option<Bytes>, PlaneError> {
         let subject = self.chunks(&object.nuid);
         let filter = Some(subject.as_str());
-        let mut pull = Pull::open(&self.core, self.stream.clone(), filter, Start::First).await?;
+        let mut pull =
+            Pull::open(&self.core, self.stream.clone(), filter, Start::First, BATCH).await?;
         // The description is checked against what the store has.
         let is_whole = pull.pending_at_start == object.chunks as u64;
         if !is_whole || object.size > object.chunks.saturating_mul(CHUNK_BYTES) {
@@ -234,7 +238,7 @@ pub(super) async fn list(core: &Arc<NatsCore>) -> Result<Vec<String>, PlaneError
     let bucket = SnapshotBucket::new(core);
     let filter = format!("$O.{}.M.>", core.layout.bucket());
     let start = Start::LastPerSubject;
-    let mut pull = Pull::open(core, bucket.stream.clone(), Some(&filter), start).await?;
+    let mut pull = Pull::open(core, bucket.stream.clone(), Some(&filter), start, BATCH_MAX).await?;
     let mut names = Vec::new();
     let mut more = pull.pending_at_start > 0;
     while more {

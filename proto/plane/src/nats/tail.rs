@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::core::{JetStreamError, NatsCore};
 use super::layout;
 use super::link::count;
-use super::pull::{Delivery, Pull, Pulled, Start};
+use super::pull::{BATCH_MAX, Delivery, Pull, Pulled, Start};
 use crate::{LogMessage, LogStatus, LogTail, PlaneError};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
@@ -201,7 +201,7 @@ impl Tail {
         self.epochs.borrow_and_update();
         let start = Start::At(self.position.next().0);
         let log = self.core.layout.log();
-        let Ok(pull) = Pull::open(&self.core, log, None, start).await else {
+        let Ok(pull) = Pull::open(&self.core, log, None, start, BATCH_MAX).await else {
             // Another log may have replaced this one and deny the consumer.
             return match self.check().await {
                 LogCheck::Another => LogCheck::Another,

@@ -12,7 +12,7 @@ use tokio::time::sleep;
 
 use super::core::NatsCore;
 use super::link::count;
-use super::pull::{Delivery, Pull, Pulled, Start};
+use super::pull::{BATCH_MAX, Delivery, Pull, Pulled, Start};
 use super::registry::is_end;
 use crate::registry_watch::RegistryImage;
 use crate::{PlaneError, PlaneStream, RegistryEntry, RegistryEvent, Revision};
@@ -87,7 +87,7 @@ impl BucketWatch {
         self.epochs.borrow_and_update();
         let bucket = self.core.layout.registry();
         let filter = Some(self.filter.as_str());
-        let pull = Pull::open(&self.core, bucket, filter, Start::LastPerSubject).await?;
+        let pull = Pull::open(&self.core, bucket, filter, Start::LastPerSubject, BATCH_MAX).await?;
         count(&self.core.link.counters.watches_reopened);
         self.image.begin_listing();
         if pull.pending_at_start == 0 {

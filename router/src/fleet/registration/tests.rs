@@ -2,9 +2,11 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use tokio::net::TcpListener;
+use tokio::time::{sleep, timeout};
 
 use super::super::tests::fleet_of;
 use super::*;
+use crate::fleet::health::Observation;
 use crate::testing::{engine_clients, worker_entry as entry};
 use crate::tokenize::Tokenizer;
 use crate::tokenizers::TokenizerTable;
@@ -235,7 +237,10 @@ async fn an_unanswered_check_is_repeated_after_growing_pauses() {
     let mut checked = Vec::new();
     for second in 0..200 {
         let now = started + Duration::from_secs(second);
-        if !backoff.due(fleet.snapshot(), now).is_empty() {
+        if !backoff
+            .due(fleet.snapshot(), &BTreeSet::new(), now)
+            .is_empty()
+        {
             checked.push(second);
         }
     }
@@ -244,6 +249,43 @@ async fn an_unanswered_check_is_repeated_after_growing_pauses() {
     let mut workers = fleet.snapshot();
     workers[0].epoch += 1;
     let now = started + Duration::from_secs(200);
-    assert_eq!(backoff.due(workers, now).len(), 1);
-    assert!(backoff.due(Vec::new(), now).is_empty() && backoff.0.is_empty());
+    assert_eq!(backoff.due(workers, &BTreeSet::new(), now).len(), 1);
+    assert!(backoff.due(Vec::new(), &BTreeSet::new(), now).is_empty() && backoff.0.is_empty());
+}
+
+/// One engine that hangs does not keep a worker that comes later without credit.
+#[tokio::test]
+async fn a_worker_is_checked_while_another_one_hangs() {
+    let hangs = axum::Router::new().fallback(std::future::pending::<StatusCode>);
+    let hung = ProbedEngine::start(hangs).await;
+    let answers = axum::Router::new().fallback(async || StatusCode::NOT_FOUND);
+    let other = ProbedEngine::start(answers).await;
+    let ProbedEngine { fleet, checker, .. } = &hung;
+    let url = |engine: &ProbedEngine| engine.fleet.snapshot().remove(0).entry.url;
+    let comes = |name: &str, url: String| {
+        fleet.register(warmroute_proto::registry::WorkerEntry {
+            url: url.clone(),
+            ..entry(name, 16)
+        });
+        fleet.observe(&WorkerId::from(name), &url, Observation::ProbePassed);
+    };
+    let state = |of: &str| {
+        let workers = fleet.snapshot();
+        let mut workers = workers.iter();
+        let of_it = |worker: &&FleetWorker| worker.entry.worker == WorkerId::from(of);
+        name(&workers.find(of_it).unwrap().checks.tokens.chat)
+    };
+    let check = async {
+        comes("w", url(&hung));
+        sleep(RETRY / 50).await;
+        comes("x", url(&other));
+        while state("x") != "skipped" {
+            assert_eq!(state("w"), "pending");
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::select! {
+        () = checker.check_when_due() => panic!("it ended"),
+        checked = timeout(ANSWER_DEADLINE / 2, check) => checked.unwrap(),
+    }
 }
