@@ -9,8 +9,9 @@
 //!
 //! Probes, metrics and digests are open. All others show or compute much, and need a key unless the
 //! port is bound to loopback. Their memory is not part of `--max-memory`, and their work must not
-//! delay routers: few bodies and dumps are read in parallel, of either kind one is worked at, and of
-//! each page one is made; the others wait. What is large and needs no lock of the index runs on a thread of low priority.
+//! delay routers: few bodies and dumps are read in parallel, one of each kind is worked at, and one
+//! of each page is made; the others wait. What is large and needs no lock of the index runs on a
+//! thread of low priority.
 
 mod dump;
 mod key_file;

@@ -60,6 +60,8 @@ label_enum! {
         Malformed = "malformed",
         /// Larger than a message of the plane may be.
         TooLarge = "too_large",
+        /// Refused: too many waited.
+        Overload = "overload",
         Failed = "failed",
     }
 }

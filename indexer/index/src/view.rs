@@ -1,6 +1,6 @@
 //! Plain views of the fold for HTTP and the plane.
 //!
-//! A page and a cut are of one moment. What shows all sources is read in steps of [`STEP`], each of
+//! A page and a cut are of one moment. What shows all sources is read in short steps, each of
 //! one moment, because readers and the writer wait for each other.
 
 use std::time::{Duration, Instant};
@@ -84,26 +84,29 @@ fn in_steps<T: Clone>(mut step: impl FnMut(Option<&T>, &mut Vec<T>)) -> Vec<T> {
 
 /// Everything up to the position is in; sources may be ahead of it.
 pub fn digest(fold: &FairReader<Fold>, now: Instant) -> DigestView {
-    let place = || {
-        let fold = fold.read();
-        (fold.log(), fold.position())
-    };
-    let mut before = place();
     loop {
-        let sources = statuses(fold, now);
-        let (log, position) = place();
-        // It went back to a snapshot, or to another log, in between.
-        if log != before.0 || position < before.1 {
-            before = (log, position);
-            continue;
-        }
-        return DigestView {
-            position: log.map(|_| before.1),
-            sources: sources
-                .iter()
-                .map(|(source, status)| source_digest(source, status))
-                .collect(),
+        let (log, position) = {
+            let fold = fold.read();
+            (fold.log(), fold.position())
         };
+        // It went back to a snapshot, or to another log, before a step.
+        let mut went_back = false;
+        let sources = in_steps(|after: Option<&SourceDigest>, all| {
+            let fold = fold.read();
+            went_back |= fold.log() != log || fold.position() < position;
+            let after = after.map(|last| Source {
+                worker: last.worker.clone(),
+                dp_rank: last.dp_rank,
+            });
+            let step = fold.statuses_after(after.as_ref(), now).take(STEP);
+            all.extend(step.map(|(source, status)| source_digest(source, &status)));
+        });
+        if !went_back {
+            return DigestView {
+                position: log.map(|_| position),
+                sources,
+            };
+        }
     }
 }
 

@@ -1,11 +1,16 @@
 //! Answers queries and view requests of the plane, several concurrently: a long one does not delay
 //! the others.
 //!
-//! As many are worked at as there are processors, and a few more; the others wait in the plane's
-//! queue, which is bounded and drops (and counts) what is beyond. A query or answer that does not
-//! fit into a message is refused by the plane on the asker's side.
+//! As many are worked at as there are processors, and a few more; a few of the others wait. Routers
+//! wait for milliseconds: an answer that is later is work for nothing, and the queries behind it get
+//! theirs later still. So of those that wait the oldest is refused first, which the plane reports to
+//! its sender. A query or answer that does not fit into a message is refused by the plane on the
+//! asker's side.
+
+use std::collections::VecDeque;
 
 use tokio::sync::Semaphore;
+use warmroute_plane::PlaneStream;
 use warmroute_proto::codec::Message;
 use warmroute_proto::view::ReplicaFaultsRequest;
 
@@ -13,6 +18,9 @@ use super::*;
 
 /// Beside one for each processor.
 const MORE_AT_ONCE: usize = 2;
+
+/// Queries that wait: a few milliseconds of work.
+pub(super) const WAITING_MAX: usize = 128;
 
 /// The places of one replica, whichever of its subjects a query comes to.
 pub(super) fn places() -> Arc<Semaphore> {
@@ -31,19 +39,7 @@ impl ServiceContext {
         let serve = async {
             loop {
                 match self.plane.serve(subject.clone()).await {
-                    Ok(mut requests) => {
-                        while let Some(request) = requests.next().await {
-                            // It is never closed.
-                            let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-                                return;
-                            };
-                            let context = self.clone();
-                            tasks.spawn(async move {
-                                context.answer(request);
-                                drop(place);
-                            });
-                        }
-                    }
+                    Ok(requests) => self.answer_all(requests, &places, &tasks).await,
                     Err(error) => debug!(%error, "queries cannot be served"),
                 }
                 sleep(RETRY).await;
@@ -53,6 +49,40 @@ impl ServiceContext {
             biased;
             () = stop.cancelled() => {}
             () = serve => {}
+        }
+    }
+
+    /// Until the requests end.
+    async fn answer_all(
+        &self,
+        mut requests: PlaneStream<ServiceRequest>,
+        places: &Arc<Semaphore>,
+        tasks: &TaskTracker,
+    ) {
+        let mut waiting = VecDeque::new();
+        loop {
+            tokio::select! {
+                biased;
+                // It is never closed.
+                Ok(place) = Arc::clone(places).acquire_owned(), if !waiting.is_empty() => {
+                    let context = self.clone();
+                    let request = waiting.pop_front();
+                    tasks.spawn(async move {
+                        if let Some(request) = request {
+                            context.answer(request);
+                        }
+                        drop(place);
+                    });
+                }
+                request = requests.next() => match request {
+                    Some(request) => waiting.push_back(request),
+                    None => return,
+                },
+            }
+            if waiting.len() > WAITING_MAX {
+                waiting.pop_front();
+                self.shared.metrics.queries.inc(QueryOutcome::Overload);
+            }
         }
     }
 

@@ -17,7 +17,8 @@ use crate::same_log::{self, LogMatch};
 use crate::snapshot::{Name, Restored, policy};
 
 /// A store that does not answer, or slowly, must not keep an indexer from starting: it has the log, and
-/// the shims have what the log lost. 20 GB come in this time through 300 Mbit/s.
+/// the shims have what the log lost. The tries take this time together; 20 GB come in it through
+/// 300 Mbit/s.
 const START_TRIES: usize = 6;
 const START_READ_MAX: Duration = Duration::from_secs(600);
 
@@ -78,10 +79,10 @@ impl FoldWriter {
             sleep(RETRY).await;
         }
         if same_log::goes_on_from(LogPosition(0), status) {
-            info!("without a snapshot: the log is whole, and read from its beginning");
+            info!("no snapshot is read: the log is whole, and read from its beginning");
         } else {
             let first = status.first;
-            warn!(%first, "without a snapshot, and the log is trimmed: sources are asked for new generations");
+            warn!(%first, "no snapshot is read, and the log is trimmed: sources are asked for images");
         }
     }
 

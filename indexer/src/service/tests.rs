@@ -1,5 +1,6 @@
 use futures_util::FutureExt as _;
-use warmroute_plane::MemoryPlane;
+use tokio::sync::Semaphore;
+use warmroute_plane::{MemoryPlane, MemoryPlaneConfig};
 use warmroute_proto::query::{SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{Change, Generation, RecordNumber};
@@ -155,6 +156,48 @@ async fn malformed_query_is_counted_and_not_answered() {
     let line = "warmroute_indexer_queries_total{outcome=\"malformed\"} 1";
     assert!(text.contains(line), "{text}");
     assert!(text.contains("warmroute_indexer_sources{state=\"exact\"} 1"));
+}
+
+/// Routers wait for milliseconds: what waited longest is refused first.
+#[tokio::test(start_paused = true)]
+async fn of_the_queries_that_wait_the_oldest_are_refused() {
+    const REFUSED: usize = 10;
+    let plane = MemoryPlane::new(MemoryPlaneConfig {
+        identity: tests_support::IDENTITY,
+        log_bytes_max: 1 << 20,
+        queue_max: 1024,
+    });
+    let context = at_rest(plane.clone()).writer.context;
+    let subject = context.subjects.query();
+    let (places, tasks) = (Arc::new(Semaphore::new(0)), TaskTracker::new());
+    let stop = CancellationToken::new();
+    let serve = context.clone();
+    let serve = serve.serve(
+        subject.clone(),
+        Arc::clone(&places),
+        tasks.clone(),
+        stop.clone(),
+    );
+    let serving = tasks.spawn(serve);
+    tokio::task::yield_now().await;
+    let query = Bytes::from(codec::encode(&query_for("a")).unwrap());
+    let ask = |_| {
+        let (plane, subject, query) = (plane.clone(), subject.clone(), query.clone());
+        tasks.spawn(async move { plane.request(subject, query, 60 * SECOND).await })
+    };
+    let asked: Vec<_> = (0..queries::WAITING_MAX + REFUSED).map(ask).collect();
+    sleep(Duration::from_millis(1)).await;
+    let are_over: Vec<bool> = asked.iter().map(|asked| asked.is_finished()).collect();
+    assert!(are_over[..REFUSED].iter().all(|is_over| *is_over));
+    assert!(are_over[REFUSED..].iter().all(|is_over| !is_over));
+    places.add_permits(1);
+    let mut answered = 0;
+    for asked in asked {
+        answered += usize::from(asked.await.unwrap().is_ok());
+    }
+    assert_eq!(answered, queries::WAITING_MAX);
+    stop.cancel();
+    serving.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

@@ -45,10 +45,10 @@ pub use ahead::{Growth, blocks_in, is_long};
 pub use dump::SourceNodes;
 pub use image::{BadImage, digests_of_image};
 
-/// A source's place in the tree. Dense, given by [`Tree::open`]; dead after [`Tree::close`].
 /// Blocks of a prompt that are hashed before it is looked whether the last one is there.
 const RESUME_STEP: usize = 256;
 
+/// A source's place in the tree. Dense, given by [`Tree::open`]; dead after [`Tree::close`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SourceNumber(u32);
 
