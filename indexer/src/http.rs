@@ -20,7 +20,6 @@ mod query;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{Json, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
@@ -32,7 +31,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 use tracing::warn;
 use warmroute_process::access::{RouteAccess, RouteTable};
-use warmroute_process::shared_page::SharedPage;
+use warmroute_process::shared_page::{SharedPage, made};
 use warmroute_process::{blocking, build};
 
 use crate::service::Handle;
@@ -243,7 +242,7 @@ impl IntoResponse for HttpError {
     }
 }
 
-/// A page about all sources or workers. Those who wait for it share one.
+/// A page about all sources or workers. Requests that wait for it share one.
 #[derive(Clone)]
 struct IndexPage {
     handle: Handle,
@@ -264,12 +263,7 @@ impl IndexPage {
         make: impl FnOnce(&Handle) -> anyhow::Result<Vec<u8>> + Send + 'static,
     ) -> Result<Response, HttpError> {
         let handle = self.handle.clone();
-        let made = async move {
-            let made = blocking::run(move || make(&handle)).await;
-            let made = made.map_err(anyhow::Error::from).flatten();
-            let made = made.inspect_err(|error| warn!(%error, "cannot make a page"));
-            made.ok().map(Bytes::from)
-        };
+        let made = made(move || make(&handle));
         match self.page.get(made).await {
             Some(page) => Ok(([(header::CONTENT_TYPE, kind)], page).into_response()),
             None => Err(HttpError::internal("the page cannot be made")),

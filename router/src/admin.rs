@@ -17,8 +17,8 @@ use warmroute_indexer::WorkerView;
 use warmroute_plane::PlaneError;
 use warmroute_process::access::RouteAccess::{ByMethod, Open};
 use warmroute_process::access::RouteTable;
-use warmroute_process::shared_page::SharedPage;
-use warmroute_process::{blocking, build};
+use warmroute_process::build;
+use warmroute_process::shared_page::{SharedPage, made};
 use warmroute_proto::registry::{DrainState, DrainUntil};
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::{SourceStatus, UnverifiedCause};
@@ -53,17 +53,6 @@ pub(crate) struct Admin {
 pub(crate) struct AdminPages {
     metrics: SharedPage,
     workers: SharedPage,
-}
-
-/// Makes a page. `None` if it cannot be made.
-async fn made(
-    admin: Arc<Admin>,
-    page: impl FnOnce(&Admin) -> anyhow::Result<Vec<u8>> + Send + 'static,
-) -> Option<Bytes> {
-    let made = blocking::run(move || page(&admin)).await;
-    let made = made.map_err(anyhow::Error::from).flatten();
-    let made = made.inspect_err(|error| tracing::error!(%error, "cannot make a page"));
-    made.ok().map(Bytes::from)
 }
 
 fn shown(page: Option<Bytes>, kind: &'static str) -> Result<Response, StatusCode> {
@@ -229,7 +218,7 @@ async fn metrics(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
         let admin = Arc::clone(&admin);
         async move {
             let sync = admin.replicas.status(StatusDetail::Summary).await;
-            made(admin, move |admin| metrics_text(admin, sync.as_ref())).await
+            made(move || metrics_text(&admin, sync.as_ref())).await
         }
     };
     shown(admin.pages.metrics.get(make).await, prometheus::TEXT_FORMAT)
@@ -292,7 +281,9 @@ fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
 
 /// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
 async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
-    let show = |admin: &Admin| {
+    let shown_admin = Arc::clone(&admin);
+    let make = made(move || {
+        let admin = &*shown_admin;
         let index = admin.deployment.index();
         let index = index.map_or_else(Vec::new, warmroute_indexer::Handle::workers);
         let workers = admin.app.fleet.snapshot();
@@ -301,8 +292,7 @@ async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
             .map(|worker| shown_worker(worker, &index, admin));
         let page = json!({ "workers": workers.collect::<Vec<_>>() });
         Ok(serde_json::to_vec(&page)?)
-    };
-    let make = made(Arc::clone(&admin), show);
+    });
     shown(admin.pages.workers.get(make).await, "application/json")
 }
 

@@ -21,6 +21,7 @@ use crate::tree::{SourceNumber, TierMask};
 const GROUP_BYTES: usize = 32;
 const DETAIL_BYTES: usize = 30;
 
+/// Blocks that are hashed between two pauses.
 const STEP_BLOCKS: usize = 1024;
 
 /// A prompt's prefix chain, computed before the lock is taken: for a long prompt it takes longer
@@ -70,7 +71,7 @@ impl PreparedQuery {
         Self::in_steps(blocks.to_vec(), || ())
     }
 
-    /// Pauses after each step of some 20 µs.
+    /// Pauses after each step, for work of low priority.
     #[must_use]
     pub fn in_steps(blocks: Vec<LocalHash>, mut pause: impl FnMut()) -> Self {
         let mut chain: Vec<PrefixHash> = Vec::with_capacity(blocks.len());

@@ -15,7 +15,7 @@ use crate::fair_lock::FairReader;
 use crate::fold::{Fold, SourceStatus};
 use crate::tree::SourceNodes;
 
-/// Sources, or workers, that are read under one lock: some 50 µs.
+/// Sources, or workers, that are read under one lock.
 const STEP: usize = 64;
 
 /// Bytes at which a page of a view ends: half of what NATS accepts by default.

@@ -243,20 +243,19 @@ fn at_rest(plane: impl Plane + 'static) -> Service {
     Service::new(config, Arc::new(plane)).unwrap()
 }
 
+/// A handle, and the requests for cuts that come by it.
+fn without_a_writer() -> (Handle, follow::Cuts) {
+    let service = at_rest(tests_support::plane());
+    let handle = service.handle();
+    (handle, follow::Cuts::new(service.cut_requests))
+}
+
 /// Clients that leave would otherwise keep the writer busy.
 #[tokio::test(start_paused = true)]
 async fn a_cut_whose_requester_left_is_not_made() {
-    let Service {
-        writer,
-        cut_requests,
-        ..
-    } = at_rest(tests_support::plane());
-    let handle = Handle {
-        shared: Arc::clone(&writer.shared),
-    };
+    let (handle, mut cuts) = without_a_writer();
     let left = handle.cut_source(source("a/0")).now_or_never();
     assert!(left.is_none());
-    let mut cuts = follow::Cuts::new(cut_requests);
     let next = async {
         let request = cuts.next().await.request.take();
         let Some(CutRequest::Source(source, made)) = request else {
@@ -273,15 +272,7 @@ async fn a_cut_whose_requester_left_is_not_made() {
 /// However many cuts are asked for, the log has most of the writer's time.
 #[tokio::test(start_paused = true)]
 async fn the_writer_rests_from_cuts_in_proportion_to_the_last_one() {
-    let Service {
-        writer,
-        cut_requests,
-        ..
-    } = at_rest(tests_support::plane());
-    let handle = Handle {
-        shared: Arc::clone(&writer.shared),
-    };
-    let mut cuts = follow::Cuts::new(cut_requests);
+    let (handle, mut cuts) = without_a_writer();
     let mut rest = 0;
     for (took, then) in [(0, 0), (100, 400), (10_000, 2_000), (1, 4)] {
         let asked = Instant::now();

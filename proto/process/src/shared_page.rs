@@ -11,6 +11,8 @@ use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
+use crate::blocking;
+
 /// Clones share the page.
 #[derive(Clone, Default)]
 pub struct SharedPage(Arc<Mutex<Option<MadePage>>>);
@@ -43,6 +45,16 @@ impl SharedPage {
         });
         made.await.ok().flatten()
     }
+}
+
+/// A page that is made on a thread for blocking work. `None` with a log line if that fails.
+pub async fn made(
+    page: impl FnOnce() -> anyhow::Result<Vec<u8>> + Send + 'static,
+) -> Option<Bytes> {
+    let made = blocking::run(page).await;
+    let made = made.map_err(anyhow::Error::from).flatten();
+    let made = made.inspect_err(|error| tracing::warn!(%error, "cannot make a page"));
+    made.ok().map(Bytes::from)
 }
 
 #[cfg(test)]

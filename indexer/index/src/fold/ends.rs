@@ -67,7 +67,7 @@ impl ClockAnswer {
 pub(super) struct LogEnds {
     /// The oldest first.
     seen: VecDeque<ObservedEnd>,
-    /// It reports a clock.
+    /// The last answer, if the log reports a clock.
     clock: Option<ClockAnswer>,
 }
 

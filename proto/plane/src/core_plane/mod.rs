@@ -244,8 +244,6 @@ impl<B: Bus> CorePlane<B> {
         let permit = permit.map_err(|_| unavailable("too many records are not back"))?;
         let permit = permit.map_err(|_| unavailable("the plane has ended"))?;
         let checksum = xxh3_64(&payload);
-        // The client's payloads are parts of its buffers, which would be kept whole.
-        let payload = Bytes::copy_from_slice(&payload);
         let position =
             shared
                 .state()

@@ -125,6 +125,8 @@ impl MemoryLog {
         payload: Bytes,
         stored_unix_ns: impl FnOnce(LogPosition) -> u64,
     ) -> LogPosition {
+        // A part of a larger buffer would keep all of it, uncounted.
+        let payload = Bytes::copy_from_slice(&payload);
         self.last = self.last.next();
         self.bytes += cost(&subject, &payload);
         self.newest.insert(subject.clone(), self.last);
@@ -177,14 +179,18 @@ fn cost(subject: &str, payload: &Bytes) -> usize {
 mod tests {
     use super::*;
 
-    /// Subjects come from the network.
-    #[test]
-    fn a_subject_without_messages_is_forgotten() {
+    fn small() -> MemoryLog {
         let identity = StreamIdentity {
             created_unix_ns: 1,
             nonce: 1,
         };
-        let mut log = MemoryLog::new(identity, 10_000);
+        MemoryLog::new(identity, 10_000)
+    }
+
+    /// Subjects come from the network.
+    #[test]
+    fn a_subject_without_messages_is_forgotten() {
+        let mut log = small();
         for number in 0..1000 {
             for subject in ["stays".to_owned(), format!("subject.{number}")] {
                 log.append(subject, Bytes::from_static(b"payload"), |_| 0);
@@ -194,5 +200,15 @@ mod tests {
         let newest = log.last_on("stays").unwrap();
         assert_eq!(newest.position.next(), log.last);
         assert!(log.last_on("subject.0").is_none());
+    }
+
+    /// A client's payloads are parts of the buffers that it reads into.
+    #[test]
+    fn a_record_keeps_no_more_than_its_bytes() {
+        let mut log = small();
+        let buffer = Bytes::from(vec![7; 1 << 15]);
+        let position = log.append("subject".to_owned(), buffer.slice(..10), |_| 0);
+        assert!(buffer.is_unique());
+        assert_eq!(log.at(position).unwrap().payload, buffer[..10]);
     }
 }
