@@ -116,6 +116,7 @@ fn every_request_is_answered_or_refused() {
 }
 
 #[test]
+#[ignore = "long: ./test.sh --all"]
 fn choosing_by_cache_finds_more_in_it_than_chance() {
     for trace in [TOOLS, AGENT] {
         let time = mean(trace, "", "hit_rate");
@@ -128,6 +129,7 @@ fn choosing_by_cache_finds_more_in_it_than_chance() {
 
 /// Exchanging load must not delay answers, and four routers choose like one.
 #[test]
+#[ignore = "long: ./test.sh --all"]
 fn routers_that_exchange_load_are_no_worse_than_isolated_ones() {
     let ttft = |flags: &str| mean(TOOLS, &format!("--load 0.9 {flags}"), "ttft_mean_ms");
     let four =

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_mock_engine::HistoryBatch;
 use warmroute_proto::query::SourceState;
-use warmroute_tests::checker::{Claim, Truth};
+use warmroute_simulation::checker::{Claim, Truth};
 
 use crate::fleet::{BLOCK, Fleet, worker_name};
 

@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
-use std::thread;
 use std::time::Duration;
 
 use async_nats::{Client, ConnectOptions};
@@ -35,11 +34,16 @@ const SEED_FILE: &str = "router.nk";
 /// What `credentials init` made.
 const OPERATOR_DIR: &str = "operator";
 
-/// Fleets that run concurrently, each with a dozen processes, which mostly wait: one for each
-/// processor, and two at least.
+/// Memory of a fleet: a dozen processes of the development build, which mostly wait.
+const FLEET_BYTES: u64 = 2 << 30;
+
+/// Fleets that run concurrently.
 static FLEETS: LazyLock<Semaphore> = LazyLock::new(|| {
-    let processors = thread::available_parallelism().map_or(1, usize::from);
-    Semaphore::new(processors.max(2))
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let free = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = free.and_then(|free| free.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    let fleets = kib.map_or(2, |kib| (kib << 10) / FLEET_BYTES);
+    Semaphore::new(usize::try_from(fleets).unwrap_or(2).clamp(2, 6))
 });
 
 pub(crate) struct Distributed {

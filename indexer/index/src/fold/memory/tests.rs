@@ -209,6 +209,7 @@ fn bound_is_kept_when_the_shape_of_what_is_held_changes() {
 }
 
 #[test]
+#[ignore = "long: ./test.sh --all"]
 fn sources_that_join_and_leave_are_forgotten_in_the_end() {
     let mut world = World::new();
     world.fold.watch_begins();

@@ -146,6 +146,7 @@ fn a_hundred_thousand_texts_have_the_references_ids() {
 /// Texts without a place to be cut near are encoded in parts; where the first of several patterns
 /// matches nothing for long, a part may grow.
 #[test]
+#[ignore = "long: ./test.sh --all"]
 fn long_texts_without_seams_have_the_references_ids() {
     const BYTES: usize = 80 << 10;
     let cuts_at_han = ["deepseek", "kimi"];
@@ -174,6 +175,7 @@ fn long_texts_without_seams_have_the_references_ids() {
 
 /// Texts without such a place only at their start, or with several of them.
 #[test]
+#[ignore = "long: ./test.sh --all"]
 fn text_behind_a_long_word_has_the_references_ids() {
     for (name, tokenizer) in families() {
         let is_sentence_piece = ["llama 2", "gemma"].contains(&name) || name.contains("metaspace");

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::time::Instant;
-use warmroute_tests::world::{Outcome, Plan, Report, WorldPlane, run};
+use warmroute_simulation::world::{Outcome, Plan, Report, WorldPlane, run};
 
 /// Runs seeds of the simulated world, prints those that fail and a summary.
 #[derive(Parser)]

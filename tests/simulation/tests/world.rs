@@ -1,6 +1,6 @@
 //! The simulated world: random storms, named faults, and rules broken on purpose.
 //!
-//! Any of them again: `cargo run -p warmroute-tests --bin world -- --trace SEED`.
+//! Any of them again: `cargo run -p warmroute-simulation --bin world -- --trace SEED`.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -8,15 +8,18 @@
     reason = "a test fails by panicking, and tells how long healing took"
 )]
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use warmroute_indexer::fold::RecordVerdict;
-use warmroute_tests::world::{
+use warmroute_simulation::world::{
     Breakage, Fault, Outcome, Plan, Report, Scripted, Setting, WorldPlane, run,
 };
 
-const SEEDS: u64 = 500;
+/// Storms on each plane, and those of a long run.
+const SEEDS: Range<u64> = 0..200;
+const FURTHER_SEEDS: Range<u64> = SEEDS.end..500;
 /// A named fault is tried on so many worlds that are calm otherwise, and as many that are not.
 const WORLDS: u64 = 6;
 /// Everything that knew of a generation but one indexer is lost, and the generation is given again.
@@ -55,7 +58,17 @@ fn first_broken(plans: &[Plan]) -> Option<(usize, Outcome)> {
 
 #[test]
 fn random_storms_are_weathered() {
-    let plans: Vec<Plan> = (0..SEEDS).map(Plan::of).collect();
+    storms_are_weathered(SEEDS);
+}
+
+#[test]
+#[ignore = "long: ./test.sh --all"]
+fn further_storms_are_weathered() {
+    storms_are_weathered(FURTHER_SEEDS);
+}
+
+fn storms_are_weathered(seeds: Range<u64>) {
+    let plans: Vec<Plan> = seeds.map(Plan::of).collect();
     if let Some((at, outcome)) = first_broken(&plans) {
         let seed = plans[at].seed;
         panic!("seed {seed}: {}", outcome.broken.unwrap());
@@ -69,7 +82,17 @@ fn without_a_log(plan: Plan) -> Plan {
 
 #[test]
 fn random_storms_are_weathered_without_a_log() {
-    let plans: Vec<Plan> = (0..SEEDS)
+    storms_are_weathered_without_a_log(SEEDS);
+}
+
+#[test]
+#[ignore = "long: ./test.sh --all"]
+fn further_storms_are_weathered_without_a_log() {
+    storms_are_weathered_without_a_log(FURTHER_SEEDS);
+}
+
+fn storms_are_weathered_without_a_log(seeds: Range<u64>) {
+    let plans: Vec<Plan> = seeds
         .map(|seed| without_a_log(Plan::of(seed)))
         .collect();
     if let Some((at, outcome)) = first_broken(&plans) {
@@ -459,7 +482,7 @@ fn scripted(seed: u64, setting: Option<Setting>, faults: &[Fault]) -> Plan {
     }
 }
 
-/// More of them for `WORLD_PLANS`: the times to heal in `docs/RELIABILITY.md` are of 200.
+/// `./test.sh` tries fewer. More of them for `WORLD_PLANS`: the times to heal in `docs/RELIABILITY.md` are of 200.
 #[expect(clippy::disallowed_methods, reason = "tests have no command line")]
 fn worlds() -> u64 {
     let told = std::env::var("WORLD_PLANS").ok();

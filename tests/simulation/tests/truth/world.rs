@@ -8,8 +8,8 @@ use fastrand::Rng;
 use warmroute_mock_engine::HashMode;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
-use warmroute_tests::world::life::{DrawnGroups, Life, Told, draw_config};
-use warmroute_tests::world::model::{Pair, gpu_run};
+use warmroute_simulation::world::life::{DrawnGroups, Life, Told, draw_config};
+use warmroute_simulation::world::model::{Pair, gpu_run};
 
 /// A consumer that follows an engine over the wire and claims what it holds.
 pub(crate) trait Consumer {

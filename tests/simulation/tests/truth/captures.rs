@@ -9,11 +9,11 @@ use warmroute_proto::query::SourceState;
 
 use crate::pipeline::Pipeline;
 use crate::world::{Claim, Consumer as _};
-use warmroute_tests::world::model::{Model, Pair, Rules, gpu_pair};
+use warmroute_simulation::world::model::{Model, Pair, Rules, gpu_pair};
 
 const TESTDATA: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
-    "/../publisher-shim/mirror/testdata"
+    "/../../publisher-shim/mirror/testdata"
 );
 
 /// The live batches of a capture by data-parallel rank: number and payload.

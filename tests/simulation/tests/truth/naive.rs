@@ -10,7 +10,7 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, Tier, Tiers};
 
 use crate::world::{Claim, Consumer};
-use warmroute_tests::world::model::{Model, Rules, gpu_run};
+use warmroute_simulation::world::model::{Model, Rules, gpu_run};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
