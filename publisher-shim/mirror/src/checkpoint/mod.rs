@@ -24,7 +24,7 @@ pub use schedule::CheckpointSchedule;
 
 const MAGIC: [u8; 8] = *b"WRSHIMCP";
 /// Incremented with each change of the encoding behind it.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const CHECKSUM_BYTES: usize = 16;
 
 /// Bound of a checkpoint; ten million blocks take a third of it.

@@ -148,6 +148,13 @@ impl Groups {
         tier != Tier::Gpu && groups.any(|group| is_larger(group.block_tokens))
     }
 
+    /// The tier's groups have an index and this one has none, or the reverse.
+    pub(super) fn are_named_otherwise(&self, tier: Tier, index: Option<u32>) -> bool {
+        let groups = self.tiers.get(tier);
+        let mut named = groups.iter().map(|group| group.index.is_some());
+        !groups.is_empty() && named.all(|is_named| is_named != index.is_some())
+    }
+
     /// No group seen so far has another kind than main attention.
     pub(super) fn is_main_attention_only(&self) -> bool {
         Tier::ALL.iter().all(|&tier| {

@@ -42,12 +42,16 @@ pub enum TierLimit {
     NoGroupKinds,
     /// The connector is not known to publish removals.
     NoRemovals,
+    /// An event that is not understood may have removed blocks.
+    UnknownEvent,
     /// The connector keeps chunks of several blocks, and a hit needs all chunks before it.
     Chunks,
     /// Stores do not identify their blocks.
     Unidentified,
     /// Blocks of an adapter without a name.
     UnnamedLora,
+    /// A block was removed that no event stored.
+    Unpaired,
     /// Blocks may be missing: from before the mirror began, without a known parent, or undecodable.
     History,
 }
@@ -57,8 +61,10 @@ impl TierLimit {
     pub const fn state(self) -> TierState {
         match self {
             Self::Groups | Self::NoExtraKeys | Self::NoGroupKinds => TierState::Stale,
-            Self::NoRemovals | Self::Chunks => TierState::Unverified,
-            Self::Unidentified | Self::UnnamedLora | Self::History => TierState::Partial,
+            Self::NoRemovals | Self::UnknownEvent | Self::Chunks => TierState::Unverified,
+            Self::Unidentified | Self::UnnamedLora | Self::Unpaired | Self::History => {
+                TierState::Partial
+            }
         }
     }
 
@@ -79,6 +85,10 @@ impl TierLimit {
                 "its connector is not known to publish all removals: credit is unverified; if it \
                  does, set --assume removals"
             }
+            Self::UnknownEvent => {
+                "it sent an event that this version does not know: credit is unverified until it \
+                 clears its cache"
+            }
             Self::Chunks => {
                 "its connector keeps chunks of several blocks: credit is unverified, as a hit needs \
                  all chunks before it"
@@ -89,6 +99,9 @@ impl TierLimit {
                  multimodal items or adapters are used, set --assume no-extra-keys,no-lora"
             }
             Self::UnnamedLora => "blocks of LoRA adapters get no credit: events do not name them",
+            Self::Unpaired => {
+                "it removed a block that it did not store: other such blocks get no credit"
+            }
             Self::History => "blocks that it held before get no credit",
         }
     }
@@ -120,6 +133,10 @@ struct TierKnowledge {
     lacks_extra_keys: bool,
     /// Blocks were stored that the event does not identify.
     unidentified: bool,
+    /// A block was removed that no event stored, though all were seen.
+    unpaired: bool,
+    /// An event that is not understood may have removed blocks.
+    unknown_event: bool,
     stored: bool,
     /// Its connector sends removals; stays true for the engine's life.
     removes: bool,
@@ -150,6 +167,8 @@ impl Knowledge {
                 unnamed_lora,
                 lacks_extra_keys,
                 unidentified,
+                unpaired,
+                unknown_event,
                 stored,
                 removes,
             } = self.tiers.get(tier);
@@ -160,6 +179,8 @@ impl Knowledge {
                 unnamed_lora,
                 lacks_extra_keys,
                 unidentified,
+                unpaired,
+                unknown_event,
                 stored,
                 removes,
             ];
@@ -177,6 +198,8 @@ impl Knowledge {
                 unnamed_lora: from.read()?,
                 lacks_extra_keys: from.read()?,
                 unidentified: from.read()?,
+                unpaired: from.read()?,
+                unknown_event: from.read()?,
                 stored: from.read()?,
                 removes: from.read()?,
             };
@@ -239,12 +262,26 @@ impl Knowledge {
         Tier::ALL.iter().for_each(|&tier| self.miss(tier));
     }
 
+    /// A block was removed that is not held: its store was missed, unless it was from before.
+    pub(super) const fn miss_pair(&mut self, tier: Tier) {
+        let known = self.tiers.get_mut(tier);
+        known.unpaired |= known.from_start && !known.missing;
+        known.missing = true;
+    }
+
+    /// An event that is not understood may have removed blocks of a tier, or stored some.
+    pub(super) const fn distrust(&mut self, tier: Tier) {
+        let known = self.tiers.get_mut(tier);
+        known.unknown_event = true;
+        known.missing = true;
+    }
+
     pub(super) const fn doubt(&mut self, tier: Tier) {
         self.tiers.get_mut(tier).doubt = true;
     }
 
-    /// Every store was counted, so that a removal of an unknown block is a contradiction.
-    pub(super) const fn is_whole(&self, tier: Tier) -> bool {
+    /// Every store was counted.
+    const fn is_whole(&self, tier: Tier) -> bool {
         let known = self.tiers.get(tier);
         known.from_start && !known.missing && !known.doubt
     }
@@ -268,10 +305,14 @@ impl Knowledge {
             Some(TierLimit::NoGroupKinds)
         } else if known.stored && !self.sees_removals(tier, assume) {
             Some(TierLimit::NoRemovals)
+        } else if known.stored && known.unknown_event {
+            Some(TierLimit::UnknownEvent)
         } else if known.unidentified {
             Some(TierLimit::Unidentified)
         } else if known.unnamed_lora && !assume.no_lora {
             Some(TierLimit::UnnamedLora)
+        } else if known.unpaired {
+            Some(TierLimit::Unpaired)
         } else if !self.is_whole(tier) || has_orphans {
             Some(TierLimit::History)
         } else {

@@ -32,7 +32,9 @@ use warmroute_proto::{
     BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierState, TierStates, Tiers,
 };
 
-use crate::wire::{Batch, CacheEvent, EngineHash, GroupKind, RemovedBlocks, StoredBlocks};
+use crate::wire::{
+    Batch, CacheEvent, EngineHash, GroupKind, Medium, RemovedBlocks, StoredBlocks, UnknownEvent,
+};
 use block_chain::BlockChain;
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
@@ -76,13 +78,11 @@ label_enum! {
     /// and partial, and its readers need a new generation.
     #[derive(PartialOrd, Ord, Hash)]
     pub enum Inconsistency {
-        /// A block was removed that is not held, though everything was seen from the start.
-        BelowZero = "below_zero",
         /// One engine hash stands for two prefixes.
         TwoPrefixes = "two_prefixes",
         /// More references than the engine has blocks.
         TooMany = "too_many",
-        /// An event or a payload did not decode: it may have removed any block.
+        /// A payload did not decode: it may have removed any block.
         Undecodable = "undecodable",
     }
 }
@@ -92,10 +92,9 @@ impl Inconsistency {
     #[must_use]
     pub const fn cause(self) -> &'static str {
         match self {
-            Self::BelowZero => "removed a block that it did not store",
             Self::TwoPrefixes => "gave one block hash to two prefixes; its hashes have no position",
             Self::TooMany => "stored more blocks than it has",
-            Self::Undecodable => "sent an event that this version does not know",
+            Self::Undecodable => "sent a payload that this version does not know",
         }
     }
 }
@@ -346,31 +345,43 @@ impl Mirror {
                     CacheEvent::Stored(stored) => self.store(stored)?,
                     CacheEvent::Removed(removed)
                         if self.is_placed_by_others(removed.medium.tier(), removed.group) => {}
-                    CacheEvent::Removed(removed) => self.remove(removed)?,
+                    CacheEvent::Removed(removed) => self.remove(removed),
                     CacheEvent::Cleared => self.clear(),
+                    CacheEvent::Unknown(unknown) => self.meet_unknown(*unknown),
                 }
             }
             // What a clear ends needs no place.
             if self.resume.is_some() && !events.last().is_some_and(is_clear) {
-                self.fold_placed_by_others(events)?;
+                self.fold_placed_by_others(events);
             }
         }
         let skipped = batch.skipped;
         self.counters.stores_not_understood += u64::from(skipped.stores);
         self.counters.events_not_understood += u64::from(skipped.others);
         self.counters.events_untracked += u64::from(skipped.untracked);
-        if skipped.stores > 0 {
-            self.knowledge.miss_all();
-        }
-        if skipped.others > 0 {
-            return Err(Inconsistency::Undecodable);
-        }
         if self.nodes.has_overflowed() || self.orphans.has_overflowed() {
             return Err(Inconsistency::TooMany);
         }
         match self.config.blocks_max {
             Some(max) if self.engine_hashes.gpu_references() > max => Err(Inconsistency::TooMany),
             Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Lowers what an event that does not decode can have changed, and nothing else.
+    fn meet_unknown(&mut self, unknown: UnknownEvent) {
+        let named = unknown.medium.map(Medium::tier);
+        for tier in Tier::ALL {
+            let is_named = named.is_none_or(|named| named == tier);
+            let role = self.groups.role(tier, unknown.group);
+            if !is_named || unknown.group.is_some() && role == Some(GroupRole::Ignored) {
+                continue;
+            }
+            if unknown.is_store {
+                self.knowledge.miss(tier);
+            } else {
+                self.knowledge.distrust(tier);
+            }
         }
     }
 
@@ -720,12 +731,14 @@ impl Mirror {
         ids.into_iter().for_each(|id| self.touch(id));
     }
 
-    fn remove(&mut self, removed: &RemovedBlocks) -> Result<(), Inconsistency> {
+    /// Subtracts a reference of each block. A block without one is not credited: its removal costs
+    /// nothing and shows only that a store was missed.
+    fn remove(&mut self, removed: &RemovedBlocks) {
         let tier = removed.medium.tier();
         let slot = match self.groups.role(tier, removed.group) {
-            Some(GroupRole::Ignored) => return Ok(()),
+            Some(GroupRole::Ignored) => return,
             // Nothing is counted there.
-            Some(_) | None if self.resume.is_some() && tier != Tier::Gpu => return Ok(()),
+            Some(_) | None if self.resume.is_some() && tier != Tier::Gpu => return,
             Some(GroupRole::Counted(slot)) => Some(slot),
             Some(GroupRole::Untracked) | None => None,
         };
@@ -741,12 +754,13 @@ impl Mirror {
             });
             if !had_reference {
                 self.counters.removals_unknown += 1;
-                if self.knowledge.is_whole(tier) {
-                    return Err(Inconsistency::BelowZero);
+                self.knowledge.miss_pair(tier);
+                if self.groups.are_named_otherwise(tier, removed.group) {
+                    // It may mean a block that is credited.
+                    self.knowledge.distrust(tier);
                 }
             }
         }
-        Ok(())
     }
 
     /// Subtracts a reference of all blocks of a chunk but the last. A plain block has none.

@@ -11,7 +11,7 @@ use warmroute_proto::{BlockSize, TierState};
 use super::nodes::ALIASES_MAX;
 use super::*;
 use crate::testing::LogReader;
-use crate::wire::{BlockGroup, BlockKeys, GroupKind, LoraRef, Medium, SkippedEvents};
+use crate::wire::{BlockGroup, BlockKeys, GroupKind, LoraRef, Medium};
 
 const MAIN: Option<GroupKind> = Some(GroupKind::Main);
 
@@ -347,12 +347,6 @@ fn signs_of_a_wrong_mirror_empty_it() {
         assert_eq!(changes.unwrap().len(), 1);
     };
     let config = known_plain();
-    check(config, vec![removed(9)], Inconsistency::BelowZero);
-    check(
-        config,
-        vec![removed(1), removed(1)],
-        Inconsistency::BelowZero,
-    );
     check(config, vec![stored(None, &[2])], Inconsistency::TwoPrefixes);
     let small = MirrorConfig {
         blocks_max: Some(3),
@@ -621,42 +615,136 @@ fn pairs_of_tokens_and_unnamed_adapters_match_no_query() {
     assert_eq!(follower.gpu(), TierState::Partial);
 }
 
+fn unknown(is_store: bool, medium: Option<Medium>, group: Option<u32>) -> CacheEvent {
+    CacheEvent::Unknown(UnknownEvent {
+        is_store,
+        medium,
+        group,
+    })
+}
+
+/// A run in CPU memory, of a connector that publishes removals.
+fn offloaded(tokens: &[u32]) -> CacheEvent {
+    let mut run = run(None, tokens);
+    run.medium = Medium::Cpu;
+    run.reports_removals = true;
+    CacheEvent::Stored(Box::new(run))
+}
+
 #[test]
-fn what_cannot_be_understood_ends_complete() {
-    let skip = |stores, others| Batch {
-        skipped: SkippedEvents {
-            stores,
-            others,
-            untracked: 1,
-        },
-        ..Batch::default()
+fn an_unknown_event_lowers_what_it_names_and_costs_no_block() {
+    let states = |event: CacheEvent| {
+        let mut follower = Follower::new(Start::Empty);
+        follower.apply(vec![stored(None, &[1, 2]), offloaded(&[1])]);
+        let held = follower.mirror.held();
+        follower.apply(vec![event, stored(None, &[7])]);
+        follower.apply(vec![removed(7)]);
+        assert_eq!(follower.mirror.held(), held, "nothing is lost");
+        let TierStates { gpu, cpu, disk } = follower.mirror.states();
+        // A clear ends the doubt.
+        follower.apply(vec![CacheEvent::Cleared]);
+        assert_eq!(follower.gpu(), TierState::Complete);
+        [gpu, cpu, disk]
     };
-    let mut mirror = mirror(Start::Empty);
-    mirror.apply(&skip(0, 0)).unwrap();
-    assert_eq!(mirror.states().gpu, TierState::Complete);
-    mirror.apply(&skip(1, 0)).unwrap();
-    assert_eq!(mirror.states().gpu, TierState::Partial);
-    for is_payload in [false, true] {
-        mirror.apply(&batch(vec![CacheEvent::Cleared])).unwrap();
-        assert_eq!(mirror.states().gpu, TierState::Complete);
-        // The store is in the batch of the unknown event, which may follow it.
-        let mut undecodable = skip(0, 1);
-        undecodable.events = vec![stored(None, &[1, 2])];
-        let sign = if is_payload {
-            mirror.apply(&batch(undecodable.events)).unwrap();
-            mirror.reject_payload()
-        } else {
-            mirror.apply(&undecodable).unwrap_err()
-        };
-        assert_eq!(sign, Inconsistency::Undecodable);
-        assert_eq!(mirror.held(), []);
-        assert_eq!(mirror.states().gpu, TierState::Partial);
+    use TierState::{Complete, Partial, Unverified};
+    let (gpu, cpu) = (Some(Medium::Gpu), Some(Medium::Cpu));
+    // Nothing is held on disk, so that nothing there may be wrong.
+    let all = [Unverified, Unverified, Partial];
+    assert_eq!(states(unknown(false, None, None)), all);
+    let only_gpu = [Unverified, Complete, Complete];
+    assert_eq!(states(unknown(false, gpu, Some(0))), only_gpu);
+    let only_cpu = [Complete, Unverified, Complete];
+    assert_eq!(states(unknown(false, cpu, None)), only_cpu);
+    assert_eq!(
+        states(unknown(true, gpu, None)),
+        [Partial, Complete, Complete]
+    );
+    assert_eq!(states(unknown(true, None, None)), [Partial; 3]);
+    let limit = |event| {
+        let mut mirror = mirror(Start::Empty);
         mirror
-            .apply(&batch(vec![removed(1), stored(None, &[7])]))
+            .apply(&batch(vec![stored(None, &[1]), event]))
             .unwrap();
-        assert_eq!(mirror.held(), [(prefix(&[7]), Tier::Gpu)]);
-        assert_eq!(mirror.states().gpu, TierState::Partial);
+        mirror.limits().gpu
+    };
+    let unknown_event = limit(unknown(false, None, None));
+    assert_eq!(unknown_event, Some(TierLimit::UnknownEvent));
+    assert_eq!(limit(unknown(true, None, None)), Some(TierLimit::History));
+}
+
+/// An unknown event before a clear is over with it; one behind a clear is not.
+#[test]
+fn an_unknown_event_counts_at_its_place_in_the_batch() {
+    let state = |events: Vec<CacheEvent>| {
+        let mut follower = Follower::new(Start::Empty);
+        follower.apply(events);
+        follower.gpu()
+    };
+    let odd = || unknown(false, None, None);
+    let before = vec![odd(), CacheEvent::Cleared, stored(None, &[1])];
+    assert_eq!(state(before), TierState::Complete);
+    let behind = vec![CacheEvent::Cleared, stored(None, &[1]), odd()];
+    assert_eq!(state(behind), TierState::Unverified);
+}
+
+#[test]
+fn a_removal_of_an_unknown_block_costs_no_credit() {
+    for (start, limit) in [
+        (Start::Empty, TierLimit::Unpaired),
+        (Start::Unknown, TierLimit::History),
+    ] {
+        let mut follower = Follower::new(start);
+        follower.apply(vec![stored(None, &[1, 2, 3])]);
+        follower.apply(vec![removed(9), removed(3), removed(3)]);
+        assert!(follower.holds(&[1, 2]) && !follower.holds(&[1, 2, 3]));
+        assert_eq!(follower.mirror.counters().removals_unknown, 2);
+        assert_eq!(follower.gpu(), TierState::Partial);
+        assert_eq!(follower.mirror.limits().gpu, Some(limit));
+        // Another tier is not concerned, and what follows is credited.
+        follower.apply(vec![offloaded(&[1]), stored(Some(2), &[4])]);
+        assert!(follower.holds(&[1, 2, 4]));
+        let cpu = follower.mirror.limits().cpu;
+        let expected = (start == Start::Unknown).then_some(TierLimit::History);
+        assert_eq!(cpu, expected);
+        follower.apply(vec![CacheEvent::Cleared]);
+        assert_eq!(follower.gpu(), TierState::Complete);
     }
+}
+
+/// Stores name a group and removals do not, or the reverse: a removal may mean a credited block.
+#[test]
+fn a_removal_that_names_its_group_otherwise_ends_exact_and_partial() {
+    let of = |store_group: Option<u32>, removal_group: Option<u32>| {
+        let mut follower = Follower::new(Start::Empty);
+        let mut run = run(None, &[1, 2]);
+        run.group.index = store_group;
+        follower.apply(vec![CacheEvent::Stored(Box::new(run))]);
+        follower.apply(vec![CacheEvent::Removed(RemovedBlocks {
+            hashes: vec![EngineHash(2)],
+            medium: Medium::Gpu,
+            group: removal_group,
+        })]);
+        (follower.gpu(), follower.holds(&[1, 2]))
+    };
+    assert_eq!(of(Some(0), Some(0)), (TierState::Complete, false));
+    assert_eq!(of(None, None), (TierState::Complete, false));
+    assert_eq!(of(Some(0), None), (TierState::Unverified, true));
+    assert_eq!(of(None, Some(0)), (TierState::Unverified, true));
+    // Of a group that no store named yet, as a late start sees it.
+    assert_eq!(of(Some(0), Some(1)), (TierState::Partial, true));
+}
+
+#[test]
+fn a_payload_that_does_not_decode_empties_the_mirror() {
+    let mut mirror = mirror(Start::Empty);
+    mirror.apply(&batch(vec![stored(None, &[1, 2])])).unwrap();
+    assert_eq!(mirror.reject_payload(), Inconsistency::Undecodable);
+    assert_eq!(mirror.held(), []);
+    assert_eq!(mirror.states().gpu, TierState::Partial);
+    let events = vec![removed(1), stored(None, &[7])];
+    mirror.apply(&batch(events)).unwrap();
+    assert_eq!(mirror.held(), [(prefix(&[7]), Tier::Gpu)]);
+    assert_eq!(mirror.states().gpu, TierState::Partial);
 }
 
 #[test]

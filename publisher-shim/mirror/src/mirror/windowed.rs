@@ -120,10 +120,7 @@ impl Mirror {
     }
 
     /// Folds the events that others of the same batch place.
-    pub(super) fn fold_placed_by_others(
-        &mut self,
-        events: &[CacheEvent],
-    ) -> Result<(), Inconsistency> {
+    pub(super) fn fold_placed_by_others(&mut self, events: &[CacheEvent]) {
         for event in events {
             match event {
                 CacheEvent::Stored(stored) => {
@@ -134,13 +131,12 @@ impl Mirror {
                 }
                 CacheEvent::Removed(removed) => {
                     if self.is_placed_by_others(removed.medium.tier(), removed.group) {
-                        self.remove(removed)?;
+                        self.remove(removed);
                     }
                 }
-                CacheEvent::Cleared => {}
+                CacheEvent::Cleared | CacheEvent::Unknown(_) => {}
             }
         }
-        Ok(())
     }
 
     /// No group places the blocks of the others: their own events have to.

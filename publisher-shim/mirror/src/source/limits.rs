@@ -7,10 +7,11 @@ use warmroute_proto::Tier;
 
 use super::{EngineWarning, GenerationReason};
 use crate::mirror::TierLimit;
+use crate::wire::NotUnderstood;
 
 /// Time between two equal warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
-/// Different warnings within that time; names come from the engine.
+/// Different warnings within that time, and names that the engine sent.
 const WARNINGS_MAX: usize = 16;
 
 /// Allows a burst, and then one for each interval.
@@ -73,14 +74,23 @@ impl GenerationLimiter {
     }
 }
 
-/// Passes each warning once a minute, and a bounded number of different ones.
+/// Passes each warning once a minute, and a bounded number of different ones. What is not understood
+/// is named once, and a bounded number of names is.
 #[derive(Debug, Default)]
 pub(super) struct WarningLimiter {
     recent: Vec<(EngineWarning, Instant)>,
+    named: Vec<NotUnderstood>,
 }
 
 impl WarningLimiter {
     pub(super) fn is_due(&mut self, now: Instant, warning: &EngineWarning) -> bool {
+        if let EngineWarning::NotUnderstood(part) = warning {
+            let is_new = !self.named.contains(part) && self.named.len() < WARNINGS_MAX;
+            if is_new {
+                self.named.push(part.clone());
+            }
+            return is_new;
+        }
         self.recent
             .retain(|(_, at)| now.saturating_duration_since(*at) < WARN_EVERY);
         let is_known = self.recent.iter().any(|(known, _)| known == warning);
@@ -162,6 +172,6 @@ mod tests {
             assert!(text.len() < 100 && !text.contains('\n'), "{text}");
             limiter.is_due(begin + Duration::from_secs(60), &warning)
         });
-        assert_eq!(passed.count(), WARNINGS_MAX - 1);
+        assert_eq!(passed.count(), WARNINGS_MAX);
     }
 }

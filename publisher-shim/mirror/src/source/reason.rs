@@ -47,12 +47,11 @@ impl GenerationReason {
     }
 
     /// All reasons in a fixed order: the closed set of a metric's label.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 17] = [
         Self::LeaseTaken,
         Self::EngineRestarted,
         Self::GapUnfilled,
         Self::LossUnseen,
-        Self::Mirror(Inconsistency::BelowZero),
         Self::Mirror(Inconsistency::TwoPrefixes),
         Self::Mirror(Inconsistency::TooMany),
         Self::Mirror(Inconsistency::Undecodable),

@@ -176,6 +176,13 @@ impl World {
         self.deliver(seq, payload);
     }
 
+    /// Publishes a payload that is no batch.
+    fn publish_unreadable(&mut self) {
+        let payload = Bytes::from_static(b"\xc1");
+        self.engine.batches.push(payload.clone());
+        self.deliver(EngineSeq(self.engine.batches.len() as u64 - 1), payload);
+    }
+
     fn deliver(&mut self, seq: EngineSeq, payload: Bytes) {
         self.core.live(self.now, b"", Some(seq), payload);
         self.drive();

@@ -11,7 +11,7 @@ use super::msgpack::{Cursor, ValueKind, WireError};
 use super::removal::RemovalShape;
 use super::{
     BlockGroup, CacheEvent, EngineHash, EngineName, GroupKind, LoraRef, Medium, RemovedBlocks,
-    StoredBlocks,
+    StoredBlocks, UnknownEvent,
 };
 
 /// Length of vLLM's array from 0.17 to 0.19, with items as bare identifiers up to 0.18.
@@ -26,10 +26,8 @@ pub(super) enum Decoded<'a> {
     OfUnknownKind(CacheEvent, EngineName),
     /// It concerns memory that is not tracked.
     Untracked,
-    /// A store with this type that does not decode.
-    UnknownStore(EngineName),
-    /// Another event with this type that does not decode.
-    Unknown(EngineName),
+    /// An event with this type that does not decode.
+    Unknown(UnknownEvent, EngineName),
 }
 
 /// A field's raw value, decoded after all fields are found.
@@ -69,23 +67,19 @@ pub(super) fn decode<'a>(cursor: &mut Cursor<'a>) -> Result<Decoded<'a>, WireErr
     let mut fields_end = *cursor;
     let Ok(mut fields) = Fields::read(&mut fields_end) else {
         cursor.skip()?;
-        return Ok(Decoded::Unknown(EngineName::new("")));
+        return Ok(Fields::default().unknown());
     };
     *cursor = fields_end;
-    let tag = fields.tag;
-    let unknown = || Decoded::Unknown(EngineName::new(tag));
-    Ok(match tag {
-        "BlockStored" => fields
-            .stored()
-            .unwrap_or_else(|_| Decoded::UnknownStore(EngineName::new(tag))),
+    Ok(match fields.tag {
+        "BlockStored" => fields.stored().unwrap_or_else(|_| fields.unknown()),
         "BlockRemoved" => {
             let event = &start[..start.len() - cursor.rest().len()];
             let bytes_after = fields.bytes_behind.saturating_sub(cursor.rest().len());
             let shape = RemovalShape::of(event, fields.hashes_bytes, bytes_after);
-            fields.removed(shape).unwrap_or_else(|_| unknown())
+            fields.removed(shape).unwrap_or_else(|_| fields.unknown())
         }
         "AllBlocksCleared" => Decoded::Event(CacheEvent::Cleared),
-        _ => unknown(),
+        _ => fields.unknown(),
     })
 }
 
@@ -283,6 +277,26 @@ impl<'a> Fields<'a> {
             group: self.group()?.index,
         };
         Ok(Decoded::Removed(removed, shape))
+    }
+
+    /// An event that does not decode, with the fields that say what it can concern. The positions of
+    /// an array are those of known types only.
+    fn unknown(&self) -> Decoded<'a> {
+        let is_known_type = matches!(self.tag, "BlockStored" | "BlockRemoved");
+        let has_fields = self.is_map || is_known_type;
+        let names_medium = has_fields && matches!(text(self.medium), Ok(Some(_)));
+        let medium = match self.medium() {
+            Ok(None) if has_fields => return Decoded::Untracked,
+            Ok(medium) if names_medium => medium,
+            Ok(_) | Err(_) => None,
+        };
+        let group = self.group().ok().filter(|_| has_fields);
+        let event = UnknownEvent {
+            is_store: self.tag == "BlockStored",
+            medium,
+            group: group.and_then(|group| group.index),
+        };
+        Decoded::Unknown(event, EngineName::new(self.tag))
     }
 
     fn lora(&self, name: Option<&str>) -> Result<LoraRef, WireError> {

@@ -1,7 +1,7 @@
 //! Decoder of an engine's messages: ZMQ frames and msgpack payloads of vLLM 0.9 to 0.33 and SGLang.
 //!
 //! [`Batch::decode`] takes any bytes. It fails only if the envelope cannot be read. An event that
-//! does not decode is counted in its batch by type, because the type decides which claims of the
+//! does not decode is in its batch with what it names, because that decides which claims of the
 //! mirror remain valid. A length field alone never causes an allocation.
 //!
 //! `mirror` gives the events their meaning; `source` decides when they are applied.
@@ -48,12 +48,12 @@ pub struct Batch {
     pub not_understood: Vec<NotUnderstood>,
 }
 
-/// Counts of a batch's events that are not in its list.
+/// Counts of a batch's events that are not understood or not tracked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SkippedEvents {
-    /// Stores that do not decode: blocks are missing from the mirror.
+    /// Stores that do not decode.
     pub stores: u32,
-    /// Unknown types, and removals that do not decode: credited blocks may be gone.
+    /// Unknown types, and removals that do not decode.
     pub others: u32,
     /// Events of another machine's memory or of an untracked medium.
     pub untracked: u32,
@@ -65,6 +65,18 @@ pub enum CacheEvent {
     Removed(RemovedBlocks),
     /// The engine dropped the rank's whole prefix cache.
     Cleared,
+    /// An event that does not decode; equal ones in a row are one.
+    Unknown(UnknownEvent),
+}
+
+/// What an event that does not decode can have changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnknownEvent {
+    /// It only adds blocks.
+    pub is_store: bool,
+    /// `None`: it names no memory, and may concern any.
+    pub medium: Option<Medium>,
+    pub group: Option<u32>,
 }
 
 /// A run of consecutive blocks, each of which the engine holds one copy more of.
@@ -217,20 +229,26 @@ impl Batch {
                     batch.events.push(event);
                     unknown::note(&mut batch.not_understood, NotUnderstood::GroupKind(kind));
                 }
-                Decoded::UnknownStore(name) => {
-                    batch.skipped.stores += 1;
-                    unknown::note(&mut batch.not_understood, NotUnderstood::Event(name));
-                }
-                Decoded::Unknown(name) => {
-                    batch.skipped.others += 1;
-                    unknown::note(&mut batch.not_understood, NotUnderstood::Event(name));
-                }
+                Decoded::Unknown(event, name) => batch.meet_unknown(event, name),
             }
         }
         if len > 2 && !cursor.nil()? {
             batch.dp_rank = Some(cursor.u32()?);
         }
         Ok(batch)
+    }
+
+    fn meet_unknown(&mut self, event: UnknownEvent, name: EngineName) {
+        if event.is_store {
+            self.skipped.stores += 1;
+        } else {
+            self.skipped.others += 1;
+        }
+        unknown::note(&mut self.not_understood, NotUnderstood::Event(name));
+        let event = CacheEvent::Unknown(event);
+        if self.events.last() != Some(&event) {
+            self.events.push(event);
+        }
     }
 
     /// Joins removals in a row: they are folded faster together.

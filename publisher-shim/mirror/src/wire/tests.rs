@@ -420,7 +420,15 @@ fn events_that_are_not_understood_are_told_apart() {
         ["AllBlocksCleared", "and", {"more": 1}],
     ]);
     let batch = Batch::decode(&rmp_serde::to_vec(&json!([0, events])).unwrap()).unwrap();
-    assert_eq!(batch.events, [CacheEvent::Cleared]);
+    let unknown = |is_store| {
+        CacheEvent::Unknown(UnknownEvent {
+            is_store,
+            medium: None,
+            group: None,
+        })
+    };
+    let expected = [unknown(true), unknown(false), CacheEvent::Cleared];
+    assert_eq!(batch.events, expected, "equal ones in a row are one");
     let skipped = SkippedEvents {
         stores: 2,
         others: 3,
@@ -430,6 +438,30 @@ fn events_that_are_not_understood_are_told_apart() {
     let names = ["BlockStored", "BlockRemoved", "BlocksMoved", ""];
     let named = names.map(|name| NotUnderstood::Event(EngineName::new(name)));
     assert_eq!(batch.not_understood, named);
+}
+
+#[test]
+fn an_unknown_event_keeps_what_it_names() {
+    let of = |event: serde_json::Value| {
+        let batch = Batch::decode(&payload(&event)).unwrap();
+        let unknown = batch.events.first().map(|event| match event {
+            CacheEvent::Unknown(unknown) => (unknown.medium, unknown.group),
+            other => panic!("{other:?}"),
+        });
+        unknown.ok_or(batch.skipped.untracked)
+    };
+    let event = |medium: serde_json::Value| json!({"type": "BlocksMoved", "block_hashes": [1], "medium": medium, "group_idx": 3});
+    assert_eq!(of(event(json!("CPU"))), Ok((Some(Medium::Cpu), Some(3))));
+    assert_eq!(of(event(json!(null))), Ok((None, Some(3))));
+    assert_eq!(of(event(json!([7]))), Ok((None, Some(3))));
+    assert_eq!(of(event(json!("moon"))), Err(1));
+    assert_eq!(of(json!({"type": "BlocksMoved"})), Ok((None, None)));
+    // The places of an array's fields are those of the types that are known.
+    let array = |tag| json!([tag, "?", null, [], 16, null, "CPU", null, null, 3]);
+    assert_eq!(of(array("BlocksMoved")), Ok((None, None)));
+    assert_eq!(of(array("BlockStored")), Ok((Some(Medium::Cpu), Some(3))));
+    let removed = json!(["BlockRemoved", "?", "CPU", 3]);
+    assert_eq!(of(removed), Ok((Some(Medium::Cpu), Some(3))));
 }
 
 #[test]
@@ -660,6 +692,10 @@ proptest! {
                         if (last.medium, last.group) == (next.medium, next.group) =>
                     {
                         last.hashes.extend(next.hashes);
+                    }
+                    // So are equal events that are not understood.
+                    (Some(last), event) if *last == event => {
+                        assert!(matches!(event, CacheEvent::Unknown(_)));
                     }
                     (_, event) => expected.events.push(event),
                 }

@@ -653,12 +653,35 @@ fn batches_of_other_topics_and_ranks_are_dropped() {
 fn a_sign_starts_a_new_generation_empty_and_partial() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1, 2])]);
-    world.publish(&[remove(9)]);
+    world.publish(&two_prefixes(9));
     assert_eq!(world.held(), 0);
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.gpu(), TierState::Partial);
-    let reason = Notice::NewGeneration(GenerationReason::Mirror(Inconsistency::BelowZero));
+    let reason = Notice::NewGeneration(GenerationReason::Mirror(Inconsistency::TwoPrefixes));
     assert!(world.notices.contains(&reason));
+}
+
+/// One engine hash for two prefixes.
+fn two_prefixes(token: u32) -> Vec<Value> {
+    let mut other = store(None, &[token]);
+    other["token_ids"] = json!([token + 1000]);
+    vec![store(None, &[token]), other]
+}
+
+#[test]
+fn a_removal_of_an_unknown_block_costs_no_credit_and_no_generation() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1, 2])]);
+    world.publish(&[remove(9)]);
+    assert_eq!((world.held(), world.last_generation()), (2, 5));
+    world.tick_ms(3000);
+    assert_eq!(world.gpu(), TierState::Partial);
+    let status = world.core.status(world.now);
+    assert_eq!(status.mirror.removals_unknown, 1);
+    let reported = Notice::Tier(Tier::Gpu, TierLimit::Unpaired);
+    assert!(world.notices.contains(&reported));
+    world.publish(&[clear()]);
+    assert_eq!(world.gpu(), GPU);
 }
 
 fn warnings(world: &World) -> Vec<String> {
@@ -673,8 +696,7 @@ fn warnings(world: &World) -> Vec<String> {
 fn a_payload_that_is_no_batch_starts_a_generation() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
-    world.engine.batches.push(Bytes::from_static(b"\xc1"));
-    world.deliver(EngineSeq(1), Bytes::from_static(b"\xc1"));
+    world.publish_unreadable();
     assert_eq!(world.held(), 0);
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.gpu(), TierState::Partial);
@@ -687,52 +709,49 @@ fn a_payload_that_is_no_batch_starts_a_generation() {
 }
 
 #[test]
-fn an_unknown_event_costs_what_it_may_have_removed_and_no_more() {
+fn an_unknown_event_costs_no_block_and_no_generation() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
     world.publish(&[store(None, &[2]), unknown_event()]);
-    assert_eq!((world.held(), world.last_generation()), (0, 6));
     world.publish(&[store(None, &[3])]);
-    assert!(world.holds(&[3]));
-    assert_eq!(world.gpu(), TierState::Partial);
-    let reason = GenerationReason::Mirror(Inconsistency::Undecodable);
-    assert!(world.notices.contains(&Notice::NewGeneration(reason)));
+    assert_eq!((world.held(), world.last_generation()), (3, 5));
+    assert_eq!(world.gpu(), TierState::Unverified);
+    // Named once, however often it comes.
+    for _ in 0..5 {
+        world.tick_ms(60_000);
+        world.publish(&[unknown_event()]);
+    }
     assert_eq!(
         warnings(&world),
         ["sent an unknown event type \"BlocksMoved\""]
     );
+    let reported = Notice::Tier(Tier::Gpu, TierLimit::UnknownEvent);
+    assert!(world.notices.contains(&reported));
+    world.publish(&[clear()]);
+    assert_eq!(world.gpu(), GPU);
 }
 
 #[test]
 fn generations_of_one_reason_are_limited_in_rate() {
-    let of_two_prefixes = |token: u32| {
-        let mut other = store(None, &[token]);
-        other["token_ids"] = json!([token + 1000]);
-        vec![store(None, &[token]), other]
-    };
-    let of_unknown_event = |token: u32| vec![store(None, &[token]), unknown_event()];
-    let causes: [&dyn Fn(u32) -> Vec<Value>; 2] = [&of_two_prefixes, &of_unknown_event];
-    for events in causes {
-        let mut world = World::started(true);
-        let first = world.last_generation();
-        let mut was_stale = false;
-        for token in 1..=100 {
-            world.publish(&events(token));
-            assert_eq!(world.core.mirror().held(), []);
-            was_stale |= world.gpu() == TierState::Stale;
-            world.tick_ms(100);
-        }
-        // The burst, and one each 5 s of the 10 s.
-        let begun = world.last_generation() - first;
-        assert!((4..=5).contains(&begun), "{begun}");
-        assert!(was_stale);
-        assert_eq!(warnings(&world).len(), 1);
-        // What is stored after the last event is in the generation that was waited for.
-        world.publish(&[store(None, &[7])]);
-        world.tick_ms(5000);
-        assert!(world.holds(&[7]));
-        assert_eq!(world.gpu(), TierState::Partial);
+    let mut world = World::started(true);
+    let first = world.last_generation();
+    let mut was_stale = false;
+    for token in 1..=100 {
+        world.publish(&two_prefixes(token));
+        assert_eq!(world.core.mirror().held(), []);
+        was_stale |= world.gpu() == TierState::Stale;
+        world.tick_ms(100);
     }
+    // The burst, and one each 5 s of the 10 s.
+    let begun = world.last_generation() - first;
+    assert!((4..=5).contains(&begun), "{begun}");
+    assert!(was_stale);
+    assert_eq!(warnings(&world).len(), 1);
+    // What is stored after the last event is in the generation that was waited for.
+    world.publish(&[store(None, &[7])]);
+    world.tick_ms(5000);
+    assert!(world.holds(&[7]));
+    assert_eq!(world.gpu(), TierState::Partial);
 }
 
 /// Each reason keeps to its own rate, and an engine that does wrong in several ways adds them up.
@@ -742,11 +761,9 @@ fn generations_of_all_reasons_together_are_limited_in_rate() {
     world.tick_ms(10_000);
     let first = world.last_generation();
     for token in 0..50 {
-        let mut other = store(None, &[token]);
-        other["token_ids"] = json!([token + 1000]);
         match token % 3 {
-            0 => world.publish(&[store(None, &[token]), other]),
-            1 => world.publish(&[store(None, &[token]), unknown_event()]),
+            0 => world.publish(&two_prefixes(token)),
+            1 => world.publish_unreadable(),
             _ => {
                 let above = world.core.generation().unwrap();
                 world.core.resync(world.now, above, ResyncReason::Mismatch);

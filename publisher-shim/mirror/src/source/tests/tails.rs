@@ -84,7 +84,7 @@ fn row_7_what_is_told_while_the_log_is_away_follows_in_the_same_generation() {
 fn a_claim_waits_a_part_of_the_back_off_after_an_outage() {
     let mut world = World::started(true);
     world.log_is_up = false;
-    world.publish(&[unknown_event()]);
+    world.publish_unreadable();
     world.tick_ms(1000);
     world.core.plane_lost();
     world.log_is_up = true;
