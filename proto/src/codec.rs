@@ -30,7 +30,7 @@ use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::tenant_use::{TenantLevels, TenantReport};
 use crate::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
-use crate::{Heartbeat, Record};
+use crate::{Heartbeat, LOOKAHEAD_MAX, Record};
 
 /// The version that is written. Every version up to it is read.
 pub const VERSION: u8 = 2;
@@ -57,6 +57,20 @@ const CONFIG: Configuration<LittleEndian, Fixint, Limit<MESSAGE_BYTES_MAX>> =
 /// `HoldQuery` without a record number.
 pub trait Message: Encode + Decode<()> {
     const KIND: u8;
+
+    /// The kind of bodies with a field that earlier versions do not know, behind those that they do.
+    const EXTENDED: Option<u8> = None;
+
+    #[doc(hidden)]
+    fn kind(&self) -> u8 {
+        Self::KIND
+    }
+
+    /// The message in a body of kind [`Self::EXTENDED`], and the bytes that it takes.
+    #[doc(hidden)]
+    fn of_extended(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
+        read(body)
+    }
 
     /// The message in a body of version 1, and the bytes that it takes.
     #[doc(hidden)]
@@ -87,10 +101,29 @@ impl Message for Heartbeat {
 }
 impl Message for WorkerEntry {
     const KIND: u8 = 6;
+    const EXTENDED: Option<u8> = Some(41);
+
+    fn kind(&self) -> u8 {
+        if self.lookahead == 0 { Self::KIND } else { 41 }
+    }
+
+    fn of_extended(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
+        let ((entry, lookahead), taken) = read::<(Self, u32)>(body)?;
+        if lookahead == 0 {
+            let what = "an extended entry that extends nothing";
+            return Err(bincode::error::DecodeError::Other(what));
+        }
+        Ok((Self { lookahead, ..entry }, taken))
+    }
 
     fn impossible(&self) -> Option<&'static str> {
-        let possible = (1..=RANKS_MAX).contains(&self.ranks);
-        (!possible).then_some("a worker of so many ranks")
+        if !(1..=RANKS_MAX).contains(&self.ranks) {
+            Some("a worker of so many ranks")
+        } else if self.lookahead > LOOKAHEAD_MAX {
+            Some("a lookahead of so many tokens")
+        } else {
+            None
+        }
     }
 }
 impl Message for HolderAnswer {
@@ -181,7 +214,7 @@ pub fn kind(bytes: &[u8]) -> Option<u8> {
 pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, EncodeError> {
     let mut counter = EncoderImpl::new(SizeWriter::default(), CONFIG);
     message.encode(&mut counter)?;
-    let head = [VERSION, M::KIND];
+    let head = [VERSION, message.kind()];
     let body_bytes = counter.into_writer().bytes_written;
     let mut bytes = Vec::with_capacity(head.len() + body_bytes + CHECKSUM_BYTES);
     bytes.extend_from_slice(&head);
@@ -198,10 +231,12 @@ pub fn seal(bytes: &mut Vec<u8>) {
 
 /// Decodes bytes that are exactly one message of this kind.
 pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
-    let (version, body) = body(bytes, M::KIND)?;
-    let (message, taken) = match version {
-        VERSION_1 => M::of_version_1(body)?,
-        _ => read(body)?,
+    let extended = kind(bytes).filter(|kind| Some(*kind) == M::EXTENDED);
+    let (version, body) = body(bytes, extended.unwrap_or(M::KIND))?;
+    let (message, taken) = match (version, extended) {
+        (VERSION_1, _) => M::of_version_1(body)?,
+        (_, None) => read(body)?,
+        (_, Some(_)) => M::of_extended(body)?,
     };
     match (body.len() - taken, message.impossible()) {
         (0, None) => Ok(message),

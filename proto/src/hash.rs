@@ -2,7 +2,8 @@
 //!
 //! A local hash is XXH3-64 over the block's tokens (little-endian `u32`), then the sorted 64-bit
 //! hashes of the multimodal items that lie in it; the seed carries LoRA and salt. This is the
-//! scheme of dynamo-kv-router, so that hashes of text can be exchanged with it. The hash of an item
+//! scheme of dynamo-kv-router, so that hashes of text can be exchanged with it. Where an engine names
+//! a block by the tokens behind it too ([`BlockCut::lookahead`]), these follow the block's own. The hash of an item
 //! has its place besides its content, as the engine's key of the block has: two images that change
 //! places in one block make another block.
 //!
@@ -21,7 +22,7 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-use crate::BlockSize;
+use crate::BlockCut;
 
 /// Names one block by its content alone.
 #[derive(
@@ -93,7 +94,8 @@ impl LocalHash {
     /// blocks: no block has this hash. Stable.
     pub const RESUME_ROOT: Self = Self(0x7265_7375_6d65_3a31);
 
-    /// The hash of one whole block. `items` are the hashes of multimodal items in it, in any order.
+    /// The hash of one whole block, given the tokens that its name covers. `items` are the hashes of
+    /// multimodal items in them, in any order.
     #[must_use]
     pub fn of_block(tokens: &[u32], items: &[u64], seed: Seed) -> Self {
         if cfg!(target_endian = "little") && items.is_empty() {
@@ -169,38 +171,39 @@ pub fn item_hash(identifier: &str, offset: i64) -> u64 {
 #[must_use]
 pub fn local_hashes_with_items(
     tokens: &[u32],
-    block_size: BlockSize,
+    cut: impl Into<BlockCut>,
     seed: Seed,
     items: &[PlacedItem],
 ) -> Vec<LocalHash> {
+    let cut = cut.into();
     if items.is_empty() {
-        return local_hashes(tokens, block_size, seed);
+        return local_hashes(tokens, cut, seed);
     }
-    let size = block_size.tokens();
-    let hash_of = |(block, tokens): (usize, &[u32])| {
-        let start = block * size;
-        let inside = items_within(items, start..start + size);
+    let hash_of = |(start, tokens): (usize, &[u32])| {
+        let inside = items_within(items, start..start + tokens.len());
         let hashes = inside.map(|item| item_hash(&item.identifier, item.offset_from(start)));
         LocalHash::of_block(tokens, &hashes.collect::<Vec<_>>(), seed)
     };
-    tokens.chunks_exact(size).enumerate().map(hash_of).collect()
+    covered(tokens, cut).map(hash_of).collect()
 }
 
-/// The local hashes of a token sequence's whole blocks. A partial last block has no hash.
+/// The local hashes of a token sequence's named blocks. A partial last block has none.
 #[must_use]
-pub fn local_hashes(tokens: &[u32], block_size: BlockSize, seed: Seed) -> Vec<LocalHash> {
-    let mut hashes = Vec::with_capacity(tokens.len() / block_size.tokens());
-    each_block(tokens, block_size, seed, |hash| hashes.push(hash));
+pub fn local_hashes(tokens: &[u32], cut: impl Into<BlockCut>, seed: Seed) -> Vec<LocalHash> {
+    let cut = cut.into();
+    let mut hashes = Vec::with_capacity(cut.blocks(tokens.len()));
+    each_block(tokens, cut, seed, |hash| hashes.push(hash));
     hashes
 }
 
-/// The prefix hashes of a token sequence's whole blocks. Costs little more than [`local_hashes`]:
+/// The prefix hashes of a token sequence's named blocks. Costs little more than [`local_hashes`]:
 /// the chain overlaps with the hashing of the tokens.
 #[must_use]
-pub fn prompt_hashes(tokens: &[u32], block_size: BlockSize, seed: Seed) -> Vec<PrefixHash> {
-    let mut hashes = Vec::with_capacity(tokens.len() / block_size.tokens());
+pub fn prompt_hashes(tokens: &[u32], cut: impl Into<BlockCut>, seed: Seed) -> Vec<PrefixHash> {
+    let cut = cut.into();
+    let mut hashes = Vec::with_capacity(cut.blocks(tokens.len()));
     let mut parent = None;
-    each_block(tokens, block_size, seed, |hash| {
+    each_block(tokens, cut, seed, |hash| {
         let prefix = PrefixHash::after(parent, hash);
         parent = Some(prefix);
         hashes.push(prefix);
@@ -208,20 +211,27 @@ pub fn prompt_hashes(tokens: &[u32], block_size: BlockSize, seed: Seed) -> Vec<P
     hashes
 }
 
+/// The first token of each named block, and the tokens that its name covers.
+fn covered(tokens: &[u32], cut: BlockCut) -> impl Iterator<Item = (usize, &[u32])> {
+    let covered = tokens.windows(cut.covered_tokens());
+    covered.enumerate().step_by(cut.size.tokens())
+}
+
 /// The usual block size. Hashing is a third faster with a length that the compiler knows.
 const USUAL_TOKENS: usize = 16;
 
 #[inline]
-fn each_block(tokens: &[u32], size: BlockSize, seed: Seed, mut visit: impl FnMut(LocalHash)) {
-    if size.tokens() == USUAL_TOKENS && cfg!(target_endian = "little") {
+fn each_block(tokens: &[u32], cut: BlockCut, seed: Seed, mut visit: impl FnMut(LocalHash)) {
+    let is_usual = cut.size.tokens() == USUAL_TOKENS && cut.lookahead == 0;
+    if is_usual && cfg!(target_endian = "little") {
         let (blocks, _) = tokens.as_chunks::<USUAL_TOKENS>();
         for block in blocks {
             let bytes: &[u8; USUAL_TOKENS * size_of::<u32>()] = bytemuck::cast_ref(block);
             visit(LocalHash(xxh3_64_with_seed(bytes, seed.0)));
         }
     } else {
-        for block in tokens.chunks_exact(size.tokens()) {
-            visit(LocalHash::of_block(block, &[], seed));
+        for (_, tokens) in covered(tokens, cut) {
+            visit(LocalHash::of_block(tokens, &[], seed));
         }
     }
 }

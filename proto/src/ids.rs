@@ -200,6 +200,41 @@ impl fmt::Display for BlockSize {
     }
 }
 
+/// Bound of [`BlockCut::lookahead`], far above that of any engine: each block is hashed with so many
+/// tokens more.
+pub const LOOKAHEAD_MAX: u32 = 64;
+
+/// How an engine cuts a prompt into the blocks that its cache names.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+pub struct BlockCut {
+    pub size: BlockSize,
+    /// Tokens behind a block that its name covers besides its own, as of vLLM with EAGLE or MTP; 0
+    /// for most engines. A block without so many tokens behind it has no name.
+    pub lookahead: u32,
+}
+
+impl BlockCut {
+    /// Tokens that the name of one block covers.
+    #[must_use]
+    pub const fn covered_tokens(self) -> usize {
+        self.size.tokens().saturating_add(self.lookahead as usize)
+    }
+
+    /// Number of blocks with a name among so many tokens.
+    #[must_use]
+    pub const fn blocks(self, tokens: usize) -> usize {
+        tokens.saturating_sub(self.lookahead as usize) / self.size.tokens()
+    }
+}
+
+impl From<BlockSize> for BlockCut {
+    fn from(size: BlockSize) -> Self {
+        Self { size, lookahead: 0 }
+    }
+}
+
 /// Identity of a log. Positions of logs with different identities cannot be compared, even if the
 /// logs have the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]

@@ -29,8 +29,8 @@ pub mod view;
 pub use digest::Digest;
 pub use hash::{LocalHash, PrefixHash, Seed};
 pub use ids::{
-    BlockSize, DpRank, EngineSeq, Generation, LogPosition, LogTime, Namespace, RecordNumber,
-    RouterId, Source, StreamIdentity, WorkerId,
+    BlockCut, BlockSize, DpRank, EngineSeq, Generation, LOOKAHEAD_MAX, LogPosition, LogTime,
+    Namespace, RecordNumber, RouterId, Source, StreamIdentity, WorkerId,
 };
 pub use record::{Change, EngineHealth, Heartbeat, Record, Tier, TierState, TierStates, Tiers};
 pub use sequence::{SequenceComparison, SequenceVerdict, Sequencer};

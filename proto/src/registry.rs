@@ -1,9 +1,14 @@
 //! The registry's values, and the request that asks a shim for a new generation.
 
+use bincode::de::Decoder;
+use bincode::enc::Encoder;
+use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
-use crate::{BlockSize, Generation, LogPosition, RouterId, Source, StreamIdentity, WorkerId};
+use crate::{
+    BlockCut, BlockSize, Generation, LogPosition, RouterId, Source, StreamIdentity, WorkerId,
+};
 
 /// More data-parallel ranks than any server has. Readers create one source for each, so that an
 /// entry with more ranks, or with none, does not decode.
@@ -11,7 +16,7 @@ pub const RANKS_MAX: u32 = 1024;
 
 /// One worker as its shim registers it. Together with the engine's health it decides whether the
 /// worker is a candidate.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WorkerEntry {
     pub worker: WorkerId,
     /// Where routers reach the engine's HTTP, without a trailing slash.
@@ -32,6 +37,8 @@ pub struct WorkerEntry {
     pub main_attention_only: bool,
     /// The shim's version.
     pub version: String,
+    /// [`BlockCut::lookahead`]. An entry without any has the bytes of versions that know none.
+    pub lookahead: u32,
 }
 
 impl WorkerEntry {
@@ -49,7 +56,67 @@ impl WorkerEntry {
             max_model_len: None,
             main_attention_only: false,
             version: String::new(),
+            lookahead: 0,
         }
+    }
+
+    /// `None` until the block size is known.
+    #[must_use]
+    pub fn block_cut(&self) -> Option<BlockCut> {
+        let lookahead = self.lookahead;
+        self.block_size.map(|size| BlockCut { size, lookahead })
+    }
+}
+
+impl Encode for WorkerEntry {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        let Self {
+            worker,
+            url,
+            models,
+            loras,
+            ranks,
+            block_size,
+            blocks_per_rank,
+            max_model_len,
+            main_attention_only,
+            version,
+            lookahead,
+        } = self;
+        worker.encode(encoder)?;
+        url.encode(encoder)?;
+        models.encode(encoder)?;
+        loras.encode(encoder)?;
+        ranks.encode(encoder)?;
+        block_size.encode(encoder)?;
+        blocks_per_rank.encode(encoder)?;
+        max_model_len.encode(encoder)?;
+        main_attention_only.encode(encoder)?;
+        version.encode(encoder)?;
+        // A body with it is of another kind.
+        match lookahead {
+            0 => Ok(()),
+            tokens => tokens.encode(encoder),
+        }
+    }
+}
+
+/// Decodes the body without `lookahead`.
+impl<C> Decode<C> for WorkerEntry {
+    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        Ok(Self {
+            worker: Decode::decode(decoder)?,
+            url: Decode::decode(decoder)?,
+            models: Decode::decode(decoder)?,
+            loras: Decode::decode(decoder)?,
+            ranks: Decode::decode(decoder)?,
+            block_size: Decode::decode(decoder)?,
+            blocks_per_rank: Decode::decode(decoder)?,
+            max_model_len: Decode::decode(decoder)?,
+            main_attention_only: Decode::decode(decoder)?,
+            version: Decode::decode(decoder)?,
+            lookahead: 0,
+        })
     }
 }
 

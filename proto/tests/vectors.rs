@@ -367,6 +367,14 @@ fn worker() -> WorkerEntry {
         max_model_len: None,
         main_attention_only: true,
         version: "0.1.0".into(),
+        lookahead: 0,
+    }
+}
+
+fn worker_with_lookahead() -> WorkerEntry {
+    WorkerEntry {
+        lookahead: 3,
+        ..worker()
     }
 }
 
@@ -506,6 +514,7 @@ fn golden_samples() {
     );
     golden("load", &load());
     golden("worker", &worker());
+    golden("worker_with_lookahead", &worker_with_lookahead());
     golden(
         "generation",
         &GenerationEntry {
@@ -745,13 +754,31 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
     }
 }
 
+/// A reader of an earlier version reads every entry but those with a lookahead, which it counts.
+#[test]
+fn a_worker_with_a_lookahead_is_of_a_kind_of_its_own() {
+    let plain = codec::encode(&worker()).unwrap();
+    let extended = codec::encode(&worker_with_lookahead()).unwrap();
+    assert_eq!((plain[1], extended[1]), (WorkerEntry::KIND, 41));
+    let end = plain.len() - size_of::<u64>();
+    assert_eq!(plain[2..end], extended[2..end], "a field is appended");
+    // One message has one form, and the bound of a lookahead is one of every reader.
+    for (lookahead, is_possible) in [(0_u32, false), (1, true), (64, true), (65, false)] {
+        let mut bytes = extended[..end].to_vec();
+        bytes.extend(lookahead.to_le_bytes());
+        codec::seal(&mut bytes);
+        let read = codec::decode::<WorkerEntry>(&bytes);
+        assert_eq!(read.is_ok(), is_possible, "{lookahead}: {read:?}");
+    }
+}
+
 /// The next version must read what this one wrote, of every kind, and this one what the first
 /// wrote.
 #[test]
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => RegistryPage::KIND,
+        _ => worker_with_lookahead().kind(),
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();
@@ -853,7 +880,11 @@ fn golden<M: Message + PartialEq + Debug>(name: &str, message: &M) {
     assert_eq!(bytes, newest, "{name}");
     refuses_what_is_no_message::<M>(&newest);
     // What an older version wrote is read, and refused where it is no message.
-    let first = if M::KIND > DrainEntry::KIND { 2 } else { 1 };
+    let first = if message.kind() > DrainEntry::KIND {
+        2
+    } else {
+        1
+    };
     for version in first..codec::VERSION {
         let older = sample(version, name);
         assert!(codec::decode::<M>(&older).is_ok(), "{name}");

@@ -1,4 +1,5 @@
 use super::*;
+use crate::BlockSize;
 
 fn hashes(lora: Option<&str>, salt: Option<&str>) -> Vec<u64> {
     let tokens: Vec<u32> = (0..64).collect();
@@ -149,4 +150,39 @@ fn local_hashes_are_those_of_the_peer() {
             3993800751465012722
         ]
     );
+}
+
+#[test]
+fn a_block_with_a_lookahead_is_named_by_the_tokens_behind_it_too() {
+    let tokens: Vec<u32> = (0..13).collect();
+    let size = BlockSize::new(4).unwrap();
+    let cut = |lookahead| BlockCut { size, lookahead };
+    let of = |ranges: &[Range<usize>]| -> Vec<LocalHash> {
+        let hash =
+            |range: &Range<usize>| LocalHash::of_block(&tokens[range.clone()], &[], Seed::PLAIN);
+        ranges.iter().map(hash).collect()
+    };
+    let hashes = |lookahead| local_hashes(&tokens, cut(lookahead), Seed::PLAIN);
+    assert_eq!(hashes(0), local_hashes(&tokens, size, Seed::PLAIN));
+    assert_eq!(hashes(1), of(&[0..5, 4..9, 8..13]));
+    // Without two tokens behind it, the third block has no name.
+    assert_eq!(hashes(2), of(&[0..6, 4..10]));
+    for lookahead in 0..20 {
+        let (cut, named) = (cut(lookahead), hashes(lookahead));
+        assert_eq!(cut.blocks(tokens.len()), named.len());
+        let chain: Vec<_> = prefix_hashes(None, &named).collect();
+        assert_eq!(prompt_hashes(&tokens, cut, Seed::PLAIN), chain);
+    }
+    // An item that begins behind the block and within its lookahead is a part of its name.
+    let items = [PlacedItem {
+        identifier: "image".into(),
+        offset: 4,
+        length: 2,
+    }];
+    let named = |lookahead| local_hashes_with_items(&tokens, cut(lookahead), Seed::PLAIN, &items);
+    assert_eq!(named(0)[0], hashes(0)[0]);
+    let item = item_hash("image", 4);
+    let expected = LocalHash::of_block(&tokens[..5], &[item], Seed::PLAIN);
+    assert_eq!(named(1)[0], expected);
+    assert_eq!(named(1)[2], hashes(1)[2]);
 }
