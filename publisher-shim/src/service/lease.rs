@@ -164,7 +164,8 @@ impl WorkerLease {
     fn entry(&self) -> WorkerEntry {
         let info = Arc::clone(&self.shared.info.borrow());
         let views = self.shared.views();
-        let reported = views.iter().find_map(|view| view.block_size);
+        let cuts = views.iter().filter_map(|view| view.block_cut);
+        let reported = cuts.clone().next().map(|cut| cut.size);
         WorkerEntry {
             worker: self.config.worker.clone(),
             url: self.config.advertise_url.trim_end_matches('/').to_owned(),
@@ -179,6 +180,8 @@ impl WorkerLease {
                 views.iter().map(|view| view.main_attention_only),
             ),
             version: build::version().to_owned(),
+            // A rank without events knows of none.
+            lookahead: cuts.map(|cut| cut.lookahead).max().unwrap_or_default(),
         }
     }
 }

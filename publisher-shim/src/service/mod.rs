@@ -24,7 +24,7 @@ use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::{EngineTls, TlsError};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
+use warmroute_proto::{BlockCut, DpRank, EngineHealth, Source};
 
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineInfo, EngineLink, InfoError, ResetRoutes, VllmEngine};
@@ -65,7 +65,7 @@ pub struct TaskFailed;
 #[derive(Clone, Debug)]
 pub(crate) struct RankView {
     pub(crate) status: SourceStatus,
-    pub(crate) block_size: Option<BlockSize>,
+    pub(crate) block_cut: Option<BlockCut>,
     pub(crate) main_attention_only: bool,
 }
 
@@ -91,9 +91,9 @@ impl ShimState {
     pub(crate) fn set_view(&self, view: RankView) {
         let rank = view.status.source.dp_rank;
         let mut views = self.views.write().unwrap_or_else(PoisonError::into_inner);
-        let block_size = view.block_size;
+        let block_cut = view.block_cut;
         let before = views.insert(rank, view);
-        if before.is_some_and(|before| before.block_size != block_size) {
+        if before.is_some_and(|before| before.block_cut != block_cut) {
             // The events may show what the engine's HTTP does not.
             self.facts_changed.notify_one();
         }

@@ -344,7 +344,7 @@ impl<E: EngineLink> RankTask<E> {
                 checkpoint: self.checkpoints.as_ref().map(CheckpointWriter::status),
                 ..self.core.status(now())
             },
-            block_size: self.core.mirror().block_size(),
+            block_cut: self.core.mirror().block_cut(),
             main_attention_only: self.core.mirror().main_attention_only(),
         });
     }

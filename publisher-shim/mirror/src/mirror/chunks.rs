@@ -26,7 +26,11 @@ pub(super) const fn inner_hash(chunk: EngineHash, index: u64) -> EngineHash {
 pub(super) fn split(stored: &StoredBlocks, size: BlockSize) -> Option<StoredBlocks> {
     let size = u32::try_from(size.tokens()).ok()?;
     let blocks = u64::from(stored.block_size / size);
-    if blocks < 2 || !stored.block_size.is_multiple_of(size) || !stored.keys.is_empty() {
+    if blocks < 2
+        || !stored.block_size.is_multiple_of(size)
+        || !stored.keys.is_empty()
+        || stored.lookahead > 0
+    {
         return None;
     }
     let blocks_of = |&chunk: &EngineHash| {

@@ -73,6 +73,9 @@ impl Mirror {
             }
         }
         self.cleared = TierSet::default();
+        if std::mem::take(&mut self.adapters.have_switched) {
+            self.remove_unfound(&touched, &mut writer);
+        }
         self.remove_dipped(&mut writer);
         let mut transient = Vec::new();
         for tier in Tier::ALL {
@@ -104,6 +107,25 @@ impl Mirror {
         writer.flush();
         self.release(&touched);
         writer.changes
+    }
+
+    /// Removes the pairs of adapters' former loads, whose prefixes those of the current ones may have.
+    fn remove_unfound(&mut self, touched: &[NodeId], writer: &mut ChangeWriter) {
+        for tier in Tier::ALL {
+            let mut gone = Vec::new();
+            for &id in touched {
+                if self.nodes.is_emitted(id, tier) && !self.is_found(id) {
+                    gone.extend(self.unhold(id, tier));
+                }
+            }
+            writer.removed(gone, tier);
+        }
+    }
+
+    /// Requests can find the block: it is not of a former load of its adapter.
+    fn is_found(&self, id: NodeId) -> bool {
+        let node = self.nodes.get(id);
+        node.is_some_and(|node| self.adapters.are_found(node.load))
     }
 
     /// Removes the pairs that are held again, so that they are stored again below.
@@ -203,6 +225,9 @@ impl Mirror {
     }
 
     pub(super) fn is_held(&self, id: NodeId, tier: Tier) -> bool {
+        if !self.is_found(id) {
+            return false;
+        }
         match &self.resume {
             None => self.nodes.is_held(id, tier, self.groups.slots(tier)),
             Some(points) => tier == Tier::Gpu && points.contains(id),

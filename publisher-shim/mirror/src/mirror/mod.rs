@@ -12,6 +12,7 @@
 //!
 //! Sequence numbers, replays and time are in `source`. Pure: no IO, no clock.
 
+mod adapters;
 mod aliases;
 mod block_chain;
 mod chunks;
@@ -22,6 +23,7 @@ mod knowledge;
 mod nodes;
 mod orphans;
 mod references;
+mod removals;
 mod resume;
 mod save;
 mod store_block;
@@ -29,12 +31,12 @@ mod windowed;
 
 use warmroute_proto::label_enum;
 use warmroute_proto::{
-    BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierState, TierStates, Tiers,
+    BlockCut, BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierState, TierStates,
+    Tiers,
 };
 
-use crate::wire::{
-    Batch, CacheEvent, EngineHash, GroupKind, Medium, RemovedBlocks, StoredBlocks, UnknownEvent,
-};
+use crate::wire::{Batch, CacheEvent, EngineHash, GroupKind, StoredBlocks};
+use adapters::{Adapters, LoadId};
 use block_chain::BlockChain;
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
@@ -118,6 +120,8 @@ pub struct Mirror {
     /// Provisional until the first store in GPU memory confirms it.
     block_size: Option<BlockSize>,
     block_size_is_confirmed: bool,
+    /// Tokens behind a block that its name covers; provisional as the block size is.
+    lookahead: u32,
     nodes: Nodes,
     engine_hashes: EngineHashes,
     orphans: Orphans,
@@ -126,6 +130,7 @@ pub struct Mirror {
     resume: Option<ResumePoints>,
     /// Empty unless no group of the engine has full attention.
     block_chain: BlockChain,
+    adapters: Adapters,
     knowledge: Knowledge,
     digests: Tiers<Digest>,
     counters: MirrorCounters,
@@ -165,6 +170,7 @@ struct Predecessor {
     node: NodeId,
     prefix: Option<PrefixHash>,
     seed: Seed,
+    load: LoadId,
 }
 
 /// Blocks kept of a tier whose removals are not published: nothing else bounds them.
@@ -180,12 +186,14 @@ impl Mirror {
             config,
             block_size: config.block_size,
             block_size_is_confirmed: false,
+            lookahead: 0,
             nodes: Nodes::default(),
             engine_hashes: EngineHashes::default(),
             orphans: Orphans::new(config.orphans_max),
             groups: Groups::default(),
             resume: None,
             block_chain: BlockChain::default(),
+            adapters: Adapters::default(),
             knowledge: Knowledge::new(start),
             digests: Tiers::default(),
             counters: MirrorCounters::default(),
@@ -197,10 +205,11 @@ impl Mirror {
     }
 
     /// Begins another life of the engine: empties the mirror and forgets its facts. Keeps the
-    /// counters and, provisionally, the block size.
+    /// counters and, provisionally, the blocks' cut.
     pub fn begin(&mut self, start: Start) {
         *self = Self {
             block_size: self.block_size,
+            lookahead: self.lookahead,
             counters: self.counters,
             ..Self::new(self.config, start)
         };
@@ -281,6 +290,12 @@ impl Mirror {
     #[must_use]
     pub const fn block_size(&self) -> Option<BlockSize> {
         self.block_size
+    }
+
+    #[must_use]
+    pub fn block_cut(&self) -> Option<BlockCut> {
+        let lookahead = self.lookahead;
+        self.block_size.map(|size| BlockCut { size, lookahead })
     }
 
     #[must_use]
@@ -368,23 +383,6 @@ impl Mirror {
         }
     }
 
-    /// Lowers what an event that does not decode can have changed, and nothing else.
-    fn meet_unknown(&mut self, unknown: UnknownEvent) {
-        let named = unknown.medium.map(Medium::tier);
-        for tier in Tier::ALL {
-            let is_named = named.is_none_or(|named| named == tier);
-            let role = self.groups.role(tier, unknown.group);
-            if !is_named || unknown.group.is_some() && role == Some(GroupRole::Ignored) {
-                continue;
-            }
-            if unknown.is_store {
-                self.knowledge.miss(tier);
-            } else {
-                self.knowledge.distrust(tier);
-            }
-        }
-    }
-
     fn clear(&mut self) {
         self.counters.clears += 1;
         self.drop_blocks();
@@ -403,6 +401,7 @@ impl Mirror {
         }
         self.engine_hashes = EngineHashes::default();
         self.block_chain.clear();
+        self.adapters = Adapters::default();
         self.orphans = Orphans::new(self.config.orphans_max);
         self.digests = Tiers::default();
         self.touched.clear();
@@ -465,13 +464,19 @@ impl Mirror {
             self.knowledge.miss_unidentified(tier);
             return Ok(());
         };
+        let Some(load) = self.load_of(stored, block_tokens) else {
+            self.counters.stores_not_indexable += 1;
+            self.knowledge.miss_unidentified(tier);
+            return Ok(());
+        };
+        let start = self.start_of(stored, load)?;
         if self.has_windows_only(tier) {
-            return self.store_by_chain(stored, block_tokens, at);
+            return self.store_by_chain(stored, block_tokens, start, at);
         }
         let mut keys = stored.keys.iter().peekable();
         let tokens = stored.tokens.chunks_exact(block_tokens);
         let mut blocks = stored.hashes.iter().zip(tokens).enumerate().peekable();
-        let mut position = self.start_of(stored)?;
+        let mut position = start;
         let mut run = Vec::with_capacity(stored.hashes.len().min(READ_AHEAD_MAX));
         while blocks.peek().is_some() {
             let mut before = position.seed();
@@ -482,7 +487,9 @@ impl Mirror {
                     .map(|(index, (&hash, tokens))| {
                         let keys = keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys);
                         let is_pairs = stored.tokens_per_position > 1;
-                        let block = StoreBlock::new(hash, tokens, keys, is_pairs, before);
+                        let lookahead = stored.lookahead_of(index);
+                        let block =
+                            StoreBlock::new(hash, tokens, lookahead, keys, is_pairs, before);
                         before = block.seed;
                         block
                     }),
@@ -495,22 +502,7 @@ impl Mirror {
         Ok(())
     }
 
-    /// Reads the memory that removals of these blocks need. Folding mostly waits for it, one block
-    /// after the other; these reads depend on nothing and wait together.
-    fn read_ahead_removals(&self, hashes: &[EngineHash]) {
-        if hashes.len() < 2 {
-            return;
-        }
-        let mut known = [NodeId::NONE; READ_AHEAD_MAX];
-        for (id, &hash) in known.iter_mut().zip(hashes) {
-            *id = self.engine_hashes.node(hash).unwrap_or(NodeId::NONE);
-        }
-        let known = known.iter().take(hashes.len());
-        let nodes = known.filter_map(|&id| self.nodes.get(id));
-        self.nodes.read_ahead(nodes.map(|node| node.prefix));
-    }
-
-    /// Likewise of stores at a position.
+    /// Reads the memory that stores at a position need, as for removals.
     fn read_ahead_stores(&self, blocks: &[StoreBlock<'_>], position: RunPosition) {
         if blocks.len() < 2 {
             return;
@@ -565,14 +557,22 @@ impl Mirror {
         if is_whole && is_gpu && is_known_kind && may_decide {
             self.block_size = Some(size);
         }
-        if !is_whole || self.block_size != Some(size) {
+        if is_whole && is_gpu && !self.block_size_is_confirmed {
+            self.lookahead = stored.lookahead;
+        }
+        let is_cut_alike = self.block_size == Some(size) && self.lookahead == stored.lookahead;
+        if !is_whole || !is_cut_alike {
             return None;
         }
         self.block_size_is_confirmed |= is_gpu;
         Some(per_block)
     }
 
-    fn start_of(&mut self, stored: &StoredBlocks) -> Result<RunPosition, Inconsistency> {
+    fn start_of(
+        &mut self,
+        stored: &StoredBlocks,
+        load: LoadId,
+    ) -> Result<RunPosition, Inconsistency> {
         let root = match stored.parent {
             Some(parent) => return Ok(self.after_hash(parent)),
             None if self.resume.is_some() => self.resume_root()?,
@@ -580,10 +580,12 @@ impl Mirror {
                 node: NodeId::NONE,
                 prefix: None,
                 seed: Seed::PLAIN,
+                load,
             },
         };
         Ok(RunPosition::After(Predecessor {
             seed: root_seed(stored),
+            load,
             ..root
         }))
     }
@@ -601,6 +603,7 @@ impl Mirror {
             node: id,
             prefix: Some(node.prefix),
             seed: node.seed,
+            load: node.load,
         })
     }
 
@@ -656,6 +659,7 @@ impl Mirror {
             seed,
             parent: predecessor.node,
             engine,
+            load: predecessor.load,
         };
         let nodes = &mut self.nodes;
         let found = self
@@ -667,7 +671,7 @@ impl Mirror {
         let has_prefix = |id| {
             self.nodes
                 .get(id)
-                .is_some_and(|node| node.prefix == new.prefix)
+                .is_some_and(|node| node.prefix == new.prefix && node.load == new.load)
         };
         if !is_new && !has_prefix(id) {
             return Err(Inconsistency::TwoPrefixes);
@@ -729,66 +733,6 @@ impl Mirror {
     fn touch_all(&mut self) {
         let ids: Vec<NodeId> = self.nodes.ids().collect();
         ids.into_iter().for_each(|id| self.touch(id));
-    }
-
-    /// Subtracts a reference of each block. A block without one is not credited: its removal costs
-    /// nothing and shows only that a store was missed.
-    fn remove(&mut self, removed: &RemovedBlocks) {
-        let tier = removed.medium.tier();
-        let slot = match self.groups.role(tier, removed.group) {
-            Some(GroupRole::Ignored) => return,
-            // Nothing is counted there.
-            Some(_) | None if self.resume.is_some() && tier != Tier::Gpu => return,
-            Some(GroupRole::Counted(slot)) => Some(slot),
-            Some(GroupRole::Untracked) | None => None,
-        };
-        self.knowledge.saw_removal(tier, removed.group.is_some());
-        for (index, &hash) in removed.hashes.iter().enumerate() {
-            if index % READ_AHEAD_MAX == 0 {
-                self.read_ahead_removals(&removed.hashes[index..]);
-            }
-            let had_reference = slot.is_some_and(|slot| {
-                let at = GroupTier { slot, tier };
-                self.subtract_chunk(hash, at);
-                self.subtract_reference(hash, at)
-            });
-            if !had_reference {
-                self.counters.removals_unknown += 1;
-                self.knowledge.miss_pair(tier);
-                if self.groups.are_named_otherwise(tier, removed.group) {
-                    // It may mean a block that is credited.
-                    self.knowledge.distrust(tier);
-                }
-            }
-        }
-    }
-
-    /// Subtracts a reference of all blocks of a chunk but the last. A plain block has none.
-    fn subtract_chunk(&mut self, chunk: EngineHash, at: GroupTier) {
-        if at.tier != Tier::Gpu {
-            let inner = (0..).map(|index| chunks::inner_hash(chunk, index));
-            for hash in inner {
-                if !self.subtract_reference(hash, at) {
-                    break;
-                }
-            }
-        }
-    }
-
-    /// Subtracts a reference of a block or orphan. `false` if there is none.
-    fn subtract_reference(&mut self, hash: EngineHash, at: GroupTier) -> bool {
-        match self.engine_hashes.subtract(hash, at) {
-            Some(id) => {
-                self.nodes.subtract_reference(id, at);
-                self.touch(id);
-                if self.nodes.is_emitted(id, at.tier) && !self.is_held(id, at.tier) {
-                    self.dipped.push((id, at.tier));
-                }
-                self.drop_alias(id, hash);
-                true
-            }
-            None => self.orphans.remove(hash, at),
-        }
     }
 }
 

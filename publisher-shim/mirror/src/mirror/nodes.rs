@@ -1,8 +1,8 @@
 //! The blocks of the mirror, as a forest of prefixes.
 //!
-//! A node is one prefix. It stays as long as it has references or children. A leaf without
-//! references is freed, so that every node has a held block at or below it: memory is bounded by
-//! what the engine holds, ancestors included.
+//! A node is one prefix, of one load of an adapter. It stays as long as it has references or
+//! children. A leaf without references is freed, so that every node has a held block at or below it:
+//! memory is bounded by what the engine holds, ancestors included.
 
 mod family;
 mod load;
@@ -11,6 +11,7 @@ use hashbrown::HashTable;
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
+use super::adapters::LoadId;
 use super::references::{FirstGroup, FurtherGroups, GroupSlot, GroupTier};
 use crate::wire::EngineHash;
 use family::Family;
@@ -82,6 +83,8 @@ pub(super) struct Node {
     first_group: FirstGroup,
     /// One engine hash of this prefix; further ones are in [`Nodes::aliases`].
     pub(super) engine: EngineHash,
+    /// The adapter's load that it was computed with. Nodes of different loads may have one prefix.
+    pub(super) load: LoadId,
     /// The tiers in which the log's readers see it held.
     pub(super) held: TierSet,
     /// It is in [`Mirror::touched`](super::Mirror).
@@ -100,6 +103,7 @@ impl Node {
             references: 0,
             first_group: FirstGroup::default(),
             engine: new.engine,
+            load: new.load,
             held: TierSet::default(),
             touched: false,
         }
@@ -156,10 +160,10 @@ impl Nodes {
         self.slab.get_mut(id.index())?.as_mut()
     }
 
-    /// The node of a prefix, created if it does not exist. Its engine hash, which no node has,
+    /// The node of a prefix and load, created if it does not exist. Its engine hash, which no node has,
     /// becomes an alias of an existing one. `None` if the slab is full.
     pub(super) fn find_or_insert(&mut self, new: NewNode) -> Option<NodeId> {
-        if let Some(id) = self.find(new.prefix) {
+        if let Some(id) = self.find(new.prefix, new.load) {
             if self.get(id)?.engine != new.engine {
                 self.add_alias(id, new.engine);
             }
@@ -198,9 +202,12 @@ impl Nodes {
         at.map(|at| aliases.swap_remove(at)).is_some()
     }
 
-    fn find(&self, prefix: PrefixHash) -> Option<NodeId> {
-        let has_prefix = |&id: &NodeId| self.get(id).is_some_and(|node| node.prefix == prefix);
-        self.by_prefix.find(prefix.0, has_prefix).copied()
+    pub(super) fn find(&self, prefix: PrefixHash, load: LoadId) -> Option<NodeId> {
+        let is_it = |&id: &NodeId| {
+            let node = self.get(id);
+            node.is_some_and(|node| node.prefix == prefix && node.load == load)
+        };
+        self.by_prefix.find(prefix.0, is_it).copied()
     }
 
     /// Reads what a search for each of these prefixes reads first.
@@ -215,7 +222,7 @@ impl Nodes {
         std::hint::black_box(last);
     }
 
-    /// Makes a node findable, which no other node of its prefix is.
+    /// Makes a node findable, which no other node of its prefix and load is.
     fn index(&mut self, id: NodeId, prefix: PrefixHash) {
         let slab = &self.slab;
         let hash = |id: &NodeId| {
@@ -320,4 +327,5 @@ pub(super) struct NewNode {
     pub(super) seed: Seed,
     pub(super) parent: NodeId,
     pub(super) engine: EngineHash,
+    pub(super) load: LoadId,
 }

@@ -9,6 +9,7 @@
 
 use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier};
 
+use super::adapters::{Adapters, LoadId};
 use super::block_chain::BlockChain;
 use super::groups::Groups;
 use super::knowledge::Knowledge;
@@ -45,6 +46,7 @@ impl Mirror {
             path: Vec::new(),
             resume: None,
             block_chain: self.block_chain.clone(),
+            adapters: self.adapters.clone(),
             dipped: Vec::new(),
             ..*self
         })
@@ -58,8 +60,10 @@ impl Mirror {
         let mut mirror = Self::new(config, Start::Unknown);
         mirror.block_size = BlockSize::new(from.read()?);
         mirror.block_size_is_confirmed = from.read()?;
+        mirror.lookahead = from.read()?;
         mirror.knowledge = Knowledge::read(from)?;
         mirror.groups = Groups::read(from)?;
+        mirror.adapters = Adapters::read(from)?;
         mirror.read_nodes(from)?;
         mirror.read_orphans(from)?;
         mirror.block_chain = BlockChain::read(from)?;
@@ -84,6 +88,10 @@ impl Mirror {
             let local = LocalHash(from.read()?);
             let seed = Seed(from.read()?);
             let parent = NodeId::of(from.read()?);
+            let load = LoadId::of(from.read()?);
+            if !self.adapters.knows(load) {
+                return Err(Malformed("an adapter"));
+            }
             let hashes = from.length(HASH_BYTES)?;
             if hashes == 0 {
                 return Err(Malformed("a block without an engine hash"));
@@ -96,6 +104,7 @@ impl Mirror {
                         seed,
                         parent,
                         engine,
+                        load,
                     };
                     nodes.restore_node(id, saved);
                 } else {
@@ -120,9 +129,13 @@ impl Mirror {
             points.rebuild(&nodes, &order);
             self.resume = Some(points);
         }
-        let held = nodes.rebuild_held(&order, |nodes, id, tier| match &self.resume {
-            None => nodes.is_held(id, tier, self.groups.slots(tier)),
-            Some(points) => tier == Tier::Gpu && points.contains(id),
+        let held = nodes.rebuild_held(&order, |nodes, id, tier| {
+            let load = nodes.get(id).map_or(LoadId::NONE, |node| node.load);
+            self.adapters.are_found(load)
+                && match &self.resume {
+                    None => nodes.is_held(id, tier, self.groups.slots(tier)),
+                    Some(points) => tier == Tier::Gpu && points.contains(id),
+                }
         });
         self.digests = held.ok_or(Malformed("a block that nothing needs"))?;
         self.nodes = nodes;
@@ -172,8 +185,10 @@ impl MirrorSnapshot {
         let mirror = &self.0;
         write_length(mirror.block_size.map_or(0, BlockSize::tokens), to);
         mirror.block_size_is_confirmed.write(to);
+        mirror.lookahead.write(to);
         mirror.knowledge.write(to);
         mirror.groups.write(to);
+        mirror.adapters.write(to);
         self.write_nodes(to);
         self.write_orphans(to);
         mirror.block_chain.write(to);
@@ -200,6 +215,7 @@ impl MirrorSnapshot {
             node.local.0.write(to);
             node.seed.0.write(to);
             node.parent.number().write(to);
+            u32::from(node.load.number()).write(to);
             let aliases = nodes.aliases(id);
             write_length(1 + aliases.len(), to);
             for &engine in std::iter::once(&node.engine).chain(aliases) {

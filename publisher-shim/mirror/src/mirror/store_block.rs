@@ -12,7 +12,9 @@ const PAIRS: u64 = 0x7061_6972_735f_6f66;
 #[derive(Clone, Copy)]
 pub(super) struct StoreBlock<'a> {
     pub(super) hash: EngineHash,
-    pub(super) tokens: &'a [u32],
+    tokens: &'a [u32],
+    /// Tokens behind the block that its name covers.
+    lookahead: &'a [u32],
     keys: Option<&'a BlockKeys>,
     is_pairs: bool,
     before: Seed,
@@ -24,6 +26,7 @@ impl<'a> StoreBlock<'a> {
     pub(super) fn new(
         hash: EngineHash,
         tokens: &'a [u32],
+        lookahead: &'a [u32],
         keys: Option<&'a BlockKeys>,
         is_pairs: bool,
         before: Seed,
@@ -33,11 +36,16 @@ impl<'a> StoreBlock<'a> {
         Self {
             hash,
             tokens,
+            lookahead,
             keys,
             is_pairs,
             before,
             seed,
-            local: LocalHash::of_block(tokens, items, seed),
+            local: if lookahead.is_empty() {
+                LocalHash::of_block(tokens, items, seed)
+            } else {
+                LocalHash::of_block(&[tokens, lookahead].concat(), items, seed)
+            },
         }
     }
 
@@ -46,12 +54,20 @@ impl<'a> StoreBlock<'a> {
         if before == self.before {
             return *self;
         }
-        Self::new(self.hash, self.tokens, self.keys, self.is_pairs, before)
+        let (keys, is_pairs) = (self.keys, self.is_pairs);
+        Self::new(
+            self.hash,
+            self.tokens,
+            self.lookahead,
+            keys,
+            is_pairs,
+            before,
+        )
     }
 
     pub(super) fn content(&self) -> BlockContent {
         BlockContent {
-            tokens: self.tokens.into(),
+            tokens: [self.tokens, self.lookahead].concat().into(),
             items: self.keys.map_or(&[][..], |keys| &keys.items).into(),
             opaque: opaques(self.keys, self.is_pairs).collect(),
         }

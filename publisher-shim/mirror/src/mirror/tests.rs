@@ -1,3 +1,4 @@
+mod adapters;
 mod resume;
 mod save;
 
@@ -11,7 +12,7 @@ use warmroute_proto::{BlockSize, TierState};
 use super::nodes::ALIASES_MAX;
 use super::*;
 use crate::testing::LogReader;
-use crate::wire::{BlockGroup, BlockKeys, GroupKind, LoraRef, Medium};
+use crate::wire::{BlockGroup, BlockKeys, GroupKind, LoraRef, Medium, RemovedBlocks, UnknownEvent};
 
 const MAIN: Option<GroupKind> = Some(GroupKind::Main);
 
@@ -42,7 +43,10 @@ fn run(parent: Option<u64>, tokens: &[u32]) -> StoredBlocks {
         tokens: tokens.to_vec(),
         tokens_per_position: 1,
         block_size: 1,
+        lookahead: 0,
+        lookahead_tokens: Vec::new(),
         lora: LoraRef::None,
+        lora_number: None,
         salt: None,
         keys: Vec::new(),
         reports_extra_keys: true,
@@ -633,6 +637,7 @@ fn offloaded(tokens: &[u32]) -> CacheEvent {
 
 #[test]
 fn an_unknown_event_lowers_what_it_names_and_costs_no_block() {
+    use TierState::{Complete, Partial, Unverified};
     let states = |event: CacheEvent| {
         let mut follower = Follower::new(Start::Empty);
         follower.apply(vec![stored(None, &[1, 2]), offloaded(&[1])]);
@@ -643,10 +648,9 @@ fn an_unknown_event_lowers_what_it_names_and_costs_no_block() {
         let TierStates { gpu, cpu, disk } = follower.mirror.states();
         // A clear ends the doubt.
         follower.apply(vec![CacheEvent::Cleared]);
-        assert_eq!(follower.gpu(), TierState::Complete);
+        assert_eq!(follower.gpu(), Complete);
         [gpu, cpu, disk]
     };
-    use TierState::{Complete, Partial, Unverified};
     let (gpu, cpu) = (Some(Medium::Gpu), Some(Medium::Cpu));
     // Nothing is held on disk, so that nothing there may be wrong.
     let all = [Unverified, Unverified, Partial];
@@ -1260,4 +1264,103 @@ proptest! {
         prop_assert_eq!(follower.mirror.prefixes(), 0);
         prop_assert_eq!(follower.mirror.orphans(), 0);
     }
+}
+
+/// A run of blocks of one token each behind which the hash covers one token more: a block's engine
+/// hash is its token and the one behind it.
+fn looking_ahead(parent: Option<u64>, tokens: &[u32]) -> StoredBlocks {
+    let hash = |pair: &[u32]| EngineHash(u64::from(pair[0]) * 1000 + u64::from(pair[1]));
+    let named = tokens.len() - 1;
+    StoredBlocks {
+        hashes: tokens.windows(2).map(hash).collect(),
+        parent: parent.map(EngineHash),
+        tokens: tokens[..named].to_vec(),
+        lookahead: 1,
+        lookahead_tokens: tokens[1..].to_vec(),
+        ..run(None, &[])
+    }
+}
+
+/// vLLM 0.33 with EAGLE or MTP: a block can be reused only if the tokens behind it are the same.
+#[test]
+fn a_block_with_a_lookahead_has_the_name_that_a_router_gives_it() {
+    let size = BlockSize::new(1).unwrap();
+    let cut = BlockCut { size, lookahead: 1 };
+    let prompt = |tokens: &[u32]| hash::prompt_hashes(tokens, cut, Seed::PLAIN);
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![CacheEvent::Stored(Box::new(looking_ahead(
+        None,
+        &[1, 2, 3],
+    )))]);
+    let held = |follower: &Follower| -> Vec<PrefixHash> {
+        let held = follower.mirror.held();
+        held.into_iter().map(|(prefix, _)| prefix).collect()
+    };
+    let sorted = |mut prefixes: Vec<PrefixHash>| {
+        prefixes.sort_unstable();
+        prefixes
+    };
+    assert_eq!(held(&follower), sorted(prompt(&[1, 2, 3])));
+    assert_eq!(follower.mirror.block_cut(), Some(cut));
+    assert_eq!(follower.gpu(), TierState::Complete);
+    // The same block with another token behind it is another one, for the engine too.
+    follower.apply(vec![CacheEvent::Stored(Box::new(looking_ahead(
+        Some(1002),
+        &[2, 4],
+    )))]);
+    let both = [prompt(&[1, 2, 3]), prompt(&[1, 2, 4])].concat();
+    let both: BTreeSet<PrefixHash> = both.into_iter().collect();
+    assert_eq!(held(&follower), both.into_iter().collect::<Vec<_>>());
+    follower.apply(vec![removed(2003)]);
+    assert_eq!(held(&follower), sorted(prompt(&[1, 2, 4])));
+    // An orphan has it too, once its parent is known.
+    let behind_unknown = looking_ahead(Some(5006), &[6, 7]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(behind_unknown))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(looking_ahead(
+        None,
+        &[5, 6],
+    )))]);
+    assert!(
+        prompt(&[5, 6, 7])
+            .iter()
+            .all(|prefix| held(&follower).contains(prefix))
+    );
+    assert_eq!(follower.gpu(), TierState::Complete);
+}
+
+/// Where names cover what drafts depend on, vLLM drops no block of a hit.
+#[test]
+fn an_engine_with_a_lookahead_is_complete_though_it_speculates() {
+    for speculates in [Some(true), Some(false), None] {
+        let config = MirrorConfig {
+            speculates,
+            ..MirrorConfig::default()
+        };
+        let mut mirror = Mirror::new(config, Start::Empty);
+        let stored = CacheEvent::Stored(Box::new(looking_ahead(None, &[1, 2])));
+        mirror.apply(&batch(vec![stored])).unwrap();
+        assert_eq!(mirror.lookup_doubt(), None);
+        assert_eq!(mirror.states().gpu, TierState::Complete);
+    }
+}
+
+/// One engine has one length: a block of another one has no name that a router could give it.
+#[test]
+fn a_store_with_another_lookahead_is_missing() {
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![CacheEvent::Stored(Box::new(looking_ahead(
+        None,
+        &[1, 2],
+    )))]);
+    follower.apply(vec![stored(None, &[7])]);
+    assert_eq!(follower.mirror.held().len(), 1);
+    assert_eq!(follower.mirror.limits().gpu, Some(TierLimit::Unidentified));
+    // Another life may have another one.
+    follower.mirror.begin(Start::Empty);
+    let changes = follower.mirror.apply(&batch(vec![stored(None, &[7])]));
+    assert_eq!(changes.unwrap().len(), 1);
+    assert_eq!(
+        follower.mirror.block_cut(),
+        Some(BlockSize::new(1).unwrap().into())
+    );
 }

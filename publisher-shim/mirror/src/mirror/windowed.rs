@@ -7,11 +7,12 @@
 use warmroute_proto::label_enum;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
+use super::adapters::LoadId;
 use super::groups::{GroupRole, HitNeed};
 use super::nodes::NodeId;
 use super::references::GroupTier;
 use super::resume::ResumePoints;
-use super::{Inconsistency, Mirror, Predecessor, RunPosition, StoreBlock};
+use super::{Inconsistency, Mirror, Predecessor, RunPosition, StoreBlock, block_chain};
 use crate::wire::{CacheEvent, EngineHash, StoredBlocks};
 
 label_enum! {
@@ -36,6 +37,8 @@ impl Mirror {
             return None;
         }
         match self.config.speculates {
+            // Where names cover the tokens that drafts depend on, a hit loses nothing.
+            _ if self.lookahead > 0 && !self.groups.has_state() => None,
             Some(true) => Some(LookupDoubt::Speculation),
             _ if self.groups.has_state() => Some(LookupDoubt::StateSpace),
             None => Some(LookupDoubt::NoMetrics),
@@ -92,6 +95,7 @@ impl Mirror {
             node: NodeId::NONE,
             prefix: None,
             seed: Seed::PLAIN,
+            load: LoadId::NONE,
         };
         let local = LocalHash::RESUME_ROOT;
         let node = self.attach(ENGINE_HASH, None, above, local, Seed::PLAIN)?;
@@ -102,6 +106,7 @@ impl Mirror {
             node,
             prefix: Some(PrefixHash::after(None, local)),
             seed: Seed::PLAIN,
+            load: LoadId::NONE,
         })
     }
 
@@ -150,6 +155,7 @@ impl Mirror {
         &mut self,
         stored: &StoredBlocks,
         block_tokens: usize,
+        mut position: RunPosition,
         at: GroupTier,
     ) -> Result<(), Inconsistency> {
         let digests = self.block_chain.of_range(stored, block_tokens);
@@ -169,7 +175,6 @@ impl Mirror {
             self.knowledge.miss(at.tier);
             return Ok(());
         }
-        let mut position = self.start_of(stored)?;
         let mut due = stored.hashes.iter().peekable();
         let mut keys = stored.keys.iter().peekable();
         let blocks = names.iter().zip(stored.tokens.chunks_exact(block_tokens));
@@ -179,10 +184,19 @@ impl Mirror {
             }
             let keys = keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys);
             let is_pairs = stored.tokens_per_position > 1;
-            let block = StoreBlock::new(hash, tokens, keys, is_pairs, position.seed());
-            position = match due.next_if_eq(&&hash) {
-                Some(_) => self.store_block(&block, position, at)?,
-                None => self.pass_block(&block, position)?,
+            let named = stored.hashes.len() - due.len();
+            let is_due = due.next_if_eq(&&hash).is_some();
+            let lookahead = if is_due {
+                stored.lookahead_of(named)
+            } else {
+                block_chain::following(stored, block_tokens, index)
+            };
+            let seed = position.seed();
+            let block = StoreBlock::new(hash, tokens, lookahead, keys, is_pairs, seed);
+            position = if is_due {
+                self.store_block(&block, position, at)?
+            } else {
+                self.pass_block(&block, position)?
             };
             if is_proven && let Some(&digest) = digests.get(index) {
                 self.block_chain.insert(digest);
@@ -198,8 +212,8 @@ impl Mirror {
         position: RunPosition,
     ) -> Result<RunPosition, Inconsistency> {
         if let RunPosition::After(above) = position {
-            let local = LocalHash::of_block(block.tokens, &[], above.seed);
-            let node = self.attach(block.hash, None, above, local, above.seed)?;
+            let block = block.behind(above.seed);
+            let node = self.attach(block.hash, None, above, block.local, block.seed)?;
             self.touch(node.unwrap_or(NodeId::NONE));
         }
         Ok(self.after_hash(block.hash))

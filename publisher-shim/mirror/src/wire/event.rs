@@ -4,6 +4,7 @@
 //! later it is a map. Both are accepted, event by event. Unknown keys and additional elements are
 //! ignored; keys may come in any order.
 
+use warmroute_proto::LOOKAHEAD_MAX;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::keys::{self, EventKeys, KeyContext};
@@ -207,13 +208,15 @@ impl<'a> Fields<'a> {
             is_root: parent.is_none(),
             bare_items: !self.is_map && self.len == BARE_ITEMS_LEN,
         };
-        let mut keys = match self.extra_keys {
+        let keys = match self.extra_keys {
             Some(raw) => keys::classify(raw, context)?,
             None => EventKeys::default(),
         };
-        if let Some(raw) = self.lookahead {
-            keys::add_lookahead(&mut keys, raw, hashes.len())?;
-        }
+        let lookahead = match self.lookahead {
+            Some(raw) => optional(raw, |cursor| Lookahead::read(cursor, hashes.len()))?,
+            None => None,
+        };
+        let lookahead = lookahead.unwrap_or_default();
         let tokens = self.tokens.take().ok_or(WireError::Missing)?;
         let salt = text(self.cache_salt)?.map(str::to_owned).or(keys.salt);
         let group = self.group()?;
@@ -226,7 +229,10 @@ impl<'a> Fields<'a> {
                 Some(raw) => Cursor::new(raw).u32()?,
                 None => return Err(WireError::Missing),
             },
+            lookahead: lookahead.each,
+            lookahead_tokens: lookahead.tokens,
             lora: self.lora(lora_name)?,
+            lora_number: lora_name.and_then(|_| self.lora_number()),
             salt,
             keys: keys.blocks.into_iter().collect(),
             reports_extra_keys: self.reports_extra_keys(medium),
@@ -318,6 +324,12 @@ impl<'a> Fields<'a> {
             | ValueKind::Other => Ok(LoraRef::Unnamed(cursor.int_bits()?)),
         })?;
         Ok(id.unwrap_or(LoraRef::None))
+    }
+
+    fn lora_number(&self) -> Option<u64> {
+        let mut cursor = Cursor::new(self.lora_id?);
+        let is_number = cursor.kind() == Ok(ValueKind::Int);
+        cursor.int_bits().ok().filter(|_| is_number)
     }
 
     fn group(&self) -> Result<BlockGroup, WireError> {
@@ -423,6 +435,34 @@ impl EngineHash {
             Some(last) => Self(u64::from_be_bytes(*last)),
             None => Self(xxh3_64(digest)),
         }
+    }
+}
+
+/// Tokens behind each of an event's blocks.
+#[derive(Default)]
+struct Lookahead {
+    tokens: Vec<u32>,
+    each: u32,
+}
+
+impl Lookahead {
+    /// One list for each hash, all of one length.
+    fn read(cursor: &mut Cursor<'_>, hashes: usize) -> Result<Self, WireError> {
+        let mut lookahead = Self::default();
+        if cursor.array()? != hashes {
+            return Err(WireError::Range);
+        }
+        for index in 0..hashes {
+            let behind = tokens(cursor)?;
+            let each = u32::try_from(behind.values.len()).unwrap_or(u32::MAX);
+            let is_equal = index == 0 || each == lookahead.each;
+            if behind.each != 1 || !is_equal || each > LOOKAHEAD_MAX {
+                return Err(WireError::Range);
+            }
+            lookahead.each = each;
+            lookahead.tokens.extend(behind.values);
+        }
+        Ok(lookahead)
     }
 }
 

@@ -79,26 +79,6 @@ fn has_placed_item(mut blocks: Cursor<'_>, len: usize) -> Result<bool, WireError
     Ok(false)
 }
 
-/// Tokens behind the block that the engine hashed in: a router's local hash does not have them.
-pub(super) fn add_lookahead(
-    keys: &mut EventKeys,
-    raw: &[u8],
-    blocks: usize,
-) -> Result<(), WireError> {
-    let mut cursor = Cursor::new(raw);
-    if cursor.nil()? {
-        return Ok(());
-    }
-    for index in 0..cursor.array()?.min(blocks) {
-        let entry = cursor.skip()?;
-        let mut tokens = Cursor::new(entry);
-        if !tokens.nil()? && tokens.array()? > 0 {
-            keys.add_opaque(index, entry);
-        }
-    }
-    Ok(())
-}
-
 fn is_hex_digest(identifier: &str) -> bool {
     identifier.len() == 64 && identifier.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -168,7 +148,7 @@ impl EventKeys {
         Ok(())
     }
 
-    pub(super) fn add_opaque(&mut self, index: usize, raw: &[u8]) {
+    fn add_opaque(&mut self, index: usize, raw: &[u8]) {
         let digest = xxh3_64(raw);
         let block = self.block(index);
         block.opaque = Some(

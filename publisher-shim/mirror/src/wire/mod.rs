@@ -90,7 +90,13 @@ pub struct StoredBlocks {
     /// Numbers in `tokens` per position: 2 where the engine publishes pairs.
     pub tokens_per_position: u32,
     pub block_size: u32,
+    /// Tokens behind each block that its hash covers.
+    pub lookahead: u32,
+    /// These tokens, of one block after the other.
+    pub lookahead_tokens: Vec<u32>,
     pub lora: LoraRef,
+    /// The engine's number of the load of a named adapter, which rises with each.
+    pub lora_number: Option<u64>,
     pub salt: Option<String>,
     /// Extra keys by block index, ascending; blocks without any are left out.
     pub keys: Vec<(usize, BlockKeys)>,
@@ -100,6 +106,16 @@ pub struct StoredBlocks {
     pub reports_removals: bool,
     pub medium: Medium,
     pub group: BlockGroup,
+}
+
+impl StoredBlocks {
+    /// The tokens behind a block that its hash covers. `named` counts the hashes of the event.
+    pub(crate) fn lookahead_of(&self, named: usize) -> &[u32] {
+        let lookahead = self.lookahead as usize;
+        let behind = self.lookahead_tokens.get(named * lookahead..);
+        let behind = behind.and_then(|tokens| tokens.get(..lookahead));
+        behind.unwrap_or_default()
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -135,7 +135,7 @@ fn translated(event: Value) -> Vec<StoredBlocks> {
     assert_eq!(batch.dp_rank, Some(3));
     let stores = batch.events.into_iter().filter_map(|event| match event {
         CacheEvent::Stored(stored) => Some(*stored),
-        CacheEvent::Removed(_) | CacheEvent::Cleared => None,
+        CacheEvent::Removed(_) | CacheEvent::Cleared | CacheEvent::Unknown(_) => None,
     });
     stores.collect()
 }

@@ -6,6 +6,7 @@
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Seed, Tier, Tiers};
 
 use super::{NewNode, Node, NodeId, Nodes, TierSet};
+use crate::mirror::adapters::LoadId;
 use crate::wire::EngineHash;
 
 /// The saved fields of a node.
@@ -15,6 +16,7 @@ pub(in crate::mirror) struct SavedNode {
     pub(in crate::mirror) seed: Seed,
     pub(in crate::mirror) parent: NodeId,
     pub(in crate::mirror) engine: EngineHash,
+    pub(in crate::mirror) load: LoadId,
 }
 
 /// State of a node in the walk from the roots down.
@@ -52,6 +54,7 @@ impl Nodes {
             seed: Seed::PLAIN,
             parent: NodeId::NONE,
             engine: EngineHash(0),
+            load: LoadId::NONE,
         });
         let mut slab = vec![Some(blank); slots];
         for id in &free {
@@ -70,6 +73,7 @@ impl Nodes {
             node.seed = saved.seed;
             node.parent = saved.parent;
             node.engine = saved.engine;
+            node.load = saved.load;
         }
     }
 
@@ -78,7 +82,7 @@ impl Nodes {
     }
 
     /// Computes every prefix from its parent's. Returns the ids, parents first; `None` if a parent
-    /// is missing, if the nodes have a cycle, or if two have the same prefix.
+    /// is missing, if the nodes have a cycle, or if two of one load have the same prefix.
     pub(in crate::mirror) fn rebuild_prefixes(&mut self) -> Option<Vec<NodeId>> {
         let mut visits = vec![Visit::Unvisited; self.slab.len()];
         let mut order = Vec::with_capacity(self.slab.len());
@@ -95,14 +99,14 @@ impl Nodes {
             }
             while let Some(at) = path.pop() {
                 let node = self.get(at)?;
-                let parent = node.parent;
+                let (parent, load) = (node.parent, node.load);
                 let above = self.get(parent).map(|parent| parent.prefix);
                 let prefix = PrefixHash::after(above, node.local);
                 self.get_mut(at)?.prefix = prefix;
                 if let Some(parent) = self.get_mut(parent) {
                     parent.children += 1;
                 }
-                if self.find(prefix).is_some() {
+                if self.find(prefix, load).is_some() {
                     return None;
                 }
                 self.index(at, prefix);
