@@ -312,6 +312,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "loras": worker.entry.loras,
         "ranks": worker.entry.ranks,
         "block_size": worker.entry.block_size,
+        "lookahead": worker.entry.lookahead,
         "entry": worker.entry,
         "registered": worker.registered,
         "health": worker.health.label(),

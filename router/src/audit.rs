@@ -82,7 +82,7 @@ impl Auditor {
             return;
         };
         self.journal.reported(case.entry, cached);
-        let block_tokens = case.decision.claim.block_tokens;
+        let block_tokens = case.decision.claim.block_tokens();
         let credited = u64::from(case.decision.overlap_blocks) * u64::from(block_tokens);
         self.metrics.overlap(credited, cached);
         let cached = u32::try_from(cached).unwrap_or(u32::MAX);

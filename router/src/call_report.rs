@@ -277,7 +277,7 @@ impl CallReport {
         placement.map_or(0, |placement| {
             let decision = &placement.decision;
             let blocks = decision.overlap_blocks;
-            blocks.saturating_mul(decision.claim.block_tokens)
+            blocks.saturating_mul(decision.claim.block_tokens())
         })
     }
 

@@ -149,11 +149,11 @@ impl JournalEntry {
             "tier_states": tiers(&decision.tier_states),
             "overlap_blocks": decision.overlap_blocks,
             "predicted_blocks": decision.predicted_blocks,
-            "block_size": decision.claim.block_tokens,
+            "block_size": decision.claim.block_tokens(),
             "prefill_tokens": decision.prefill_tokens,
             "predicted_ttft_ms": millis(decision.predicted_ttft),
             "credited_tokens":
-                u64::from(decision.overlap_blocks) * u64::from(decision.claim.block_tokens),
+                u64::from(decision.overlap_blocks) * u64::from(decision.claim.block_tokens()),
             "cached_tokens": self.cached_tokens.get(),
             "candidates": self.candidates,
             "cheapest": show_all(decision, names),

@@ -14,7 +14,7 @@ use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::SourceView;
-use warmroute_proto::{BlockSize, DpRank, Seed, Source};
+use warmroute_proto::{BlockCut, DpRank, Seed, Source};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::collect::PlaneReader;
@@ -114,10 +114,10 @@ impl PlaneReader {
         entry: &WorkerEntry,
         source: &Source,
     ) -> anyhow::Result<ProbeOutcome> {
-        let size = entry.block_size.context("its block size is not known")?;
-        let tokens = probe_tokens(size, Uuid::new_v4().as_u64_pair().0);
+        let cut = entry.block_cut().context("its block size is not known")?;
+        let tokens = probe_tokens(cut, Uuid::new_v4().as_u64_pair().0);
         cached_tokens(http, entry, source.dp_rank, &tokens).await?;
-        let blocks = local_hashes(&tokens, size, Seed::new(None, None));
+        let blocks = local_hashes(&tokens, cut, Seed::new(None, None));
         let end = Instant::now() + CREDIT_DEADLINE;
         let mut credited = 0;
         while credited < PROBE_BLOCKS && Instant::now() < end {
@@ -134,7 +134,7 @@ impl PlaneReader {
         if credited < PROBE_BLOCKS {
             return Ok(ProbeOutcome::Uncredited { blocks: credited });
         }
-        let credited = (credited * size.tokens()) as u64;
+        let credited = (credited * cut.size.tokens()) as u64;
         let cached = cached_tokens(http, entry, source.dp_rank, &tokens).await?;
         Ok(match cached < credited {
             true => ProbeOutcome::Short { credited, cached },
@@ -143,9 +143,10 @@ impl PlaneReader {
     }
 }
 
-/// A prompt of four blocks and one token more, so that all four can be read from the cache.
-fn probe_tokens(block_size: BlockSize, seed: u64) -> Vec<u32> {
-    let count = PROBE_BLOCKS * block_size.tokens() + 1;
+/// A prompt of four blocks and as few tokens more as let all four be read from the cache.
+fn probe_tokens(cut: BlockCut, seed: u64) -> Vec<u32> {
+    let behind = cut.lookahead.max(1) as usize;
+    let count = PROBE_BLOCKS * cut.size.tokens() + behind;
     let token = |at: u64| TOKEN_FIRST + xxh3_64_with_seed(&at.to_le_bytes(), seed) % TOKENS;
     (0..count as u64)
         .filter_map(|at| u32::try_from(token(at)).ok())
@@ -176,14 +177,22 @@ async fn cached_tokens(
 
 #[cfg(test)]
 mod tests {
+    use warmroute_proto::BlockSize;
+
     use super::*;
 
     #[test]
     fn a_probe_is_four_blocks_and_a_token_and_unique() {
-        let size = BlockSize::new(16).unwrap();
-        let tokens = probe_tokens(size, 1);
+        let cut = |lookahead| BlockCut {
+            size: BlockSize::new(16).unwrap(),
+            lookahead,
+        };
+        let tokens = probe_tokens(cut(0), 1);
         assert_eq!(tokens.len(), 65);
+        // All four blocks have a name.
+        assert_eq!(probe_tokens(cut(1), 1).len(), 65);
+        assert_eq!(probe_tokens(cut(3), 1).len(), 67);
         assert!(tokens.iter().all(|&token| (300..1000).contains(&token)));
-        assert_ne!(tokens, probe_tokens(size, 2));
+        assert_ne!(tokens, probe_tokens(cut(0), 2));
     }
 }

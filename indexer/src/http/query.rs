@@ -15,7 +15,7 @@ use warmroute_process::blocking;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
-    BlockSize, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
+    BlockCut, BlockSize, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
 };
 
 use super::{BODY_DEADLINE, HttpError, Limited, body_of, check_content_type};
@@ -107,15 +107,17 @@ impl Scope {
         self.model.is_some() || self.instance_id.is_some()
     }
 
-    fn block_size(&self, meant: &[&WorkerView]) -> Result<BlockSize, HttpError> {
+    fn block_cut(&self, meant: &[&WorkerView]) -> Result<BlockCut, HttpError> {
+        let mut cuts = meant.iter().filter_map(|view| reported_cut(view));
         if let Some(tokens) = self.block_size {
-            return BlockSize::new(tokens).ok_or_else(|| HttpError::bad("block_size is 0"));
+            let size = BlockSize::new(tokens);
+            let size = size.ok_or_else(|| HttpError::bad("block_size is 0"))?;
+            return Ok(cuts.find(|cut| cut.size == size).unwrap_or(size.into()));
         }
-        let mut sizes = meant.iter().filter_map(|view| reported_size(view));
-        let first = sizes
+        let first = cuts
             .next()
             .ok_or_else(|| HttpError::bad("no worker reported its block size: give block_size"))?;
-        if sizes.any(|size| size != first) {
+        if cuts.any(|cut| cut.size != first.size) {
             return Err(HttpError::bad(
                 "block sizes differ: name model or block_size",
             ));
@@ -124,8 +126,8 @@ impl Scope {
     }
 }
 
-fn reported_size(view: &WorkerView) -> Option<BlockSize> {
-    view.entry.as_ref()?.block_size
+fn reported_cut(view: &WorkerView) -> Option<BlockCut> {
+    view.entry.as_ref()?.block_cut()
 }
 
 #[derive(Serialize)]
@@ -188,13 +190,12 @@ impl QueryBody for TokensQuery {
     fn blocks(self, chosen: &Chosen) -> Result<Vec<LocalHash>, HttpError> {
         let lora = self.lora_name.as_deref().or(chosen.lora.as_deref());
         let seed = Seed::new(lora, self.cache_salt.as_deref());
-        let (size, step) = (
-            chosen.block_size,
-            chosen.block_size.tokens() * STEP_ELEMENTS,
-        );
-        let steps = self.token_ids.chunks(step).flat_map(|tokens| {
+        let (cut, tokens) = (chosen.cut, &self.token_ids);
+        let step = cut.size.tokens() * STEP_ELEMENTS;
+        let steps = (0..tokens.len()).step_by(step).flat_map(|start| {
             blocking::give_way();
-            local_hashes(tokens, size, seed)
+            let end = start + step + cut.lookahead as usize;
+            local_hashes(&tokens[start..end.min(tokens.len())], cut, seed)
         });
         Ok(steps.collect())
     }
@@ -255,9 +256,9 @@ async fn answer<T: QueryBody>(index: &Limited, request: Request) -> Result<Respo
     index.compute(&slot, || Json(found).into_response()).await
 }
 
-/// The workers that a query is about, which share one block size.
+/// The workers that a query is about, which share one cut.
 struct Chosen {
-    block_size: BlockSize,
+    cut: BlockCut,
     /// In order.
     workers: Vec<WorkerId>,
     /// The model is this adapter.
@@ -273,16 +274,16 @@ impl Chosen {
                 message: "no such worker, or none that serves this model".to_owned(),
             });
         }
-        let block_size = scope.block_size(&meant)?;
-        // Blocks of another size match nothing, and would be counted in the wrong unit.
-        meant.retain(|view| reported_size(view).is_none_or(|size| size == block_size));
+        let cut = scope.block_cut(&meant)?;
+        // Blocks of another cut match nothing, and would be counted in the wrong unit.
+        meant.retain(|view| reported_cut(view).is_none_or(|reported| reported == cut));
         let lora = scope.model.as_ref().filter(|model| {
             let entries = meant.iter().filter_map(|view| view.entry.as_ref());
             let mut loras = entries.flat_map(|entry| &entry.loras);
             loras.any(|lora| lora.name == **model)
         });
         Ok(Self {
-            block_size,
+            cut,
             workers: meant.iter().map(|view| view.instance_id.clone()).collect(),
             lora: lora.cloned(),
         })
@@ -301,7 +302,7 @@ impl Chosen {
     }
 
     fn response(&self, position: LogPosition, sources: &[SourceAnswer]) -> QueryResponse {
-        let size = self.block_size.tokens() as u64;
+        let size = self.cut.size.tokens() as u64;
         let mut response = QueryResponse {
             position,
             scores: BTreeMap::new(),
@@ -339,7 +340,7 @@ mod tests {
     #[test]
     fn the_blocks_of_a_query_are_bounded() {
         let chosen = Chosen {
-            block_size: BlockSize::new(1).unwrap(),
+            cut: BlockSize::new(1).unwrap().into(),
             workers: Vec::new(),
             lora: None,
         };

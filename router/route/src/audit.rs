@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{HoldAnswer, HoldQuery, HoldSpan, SourceState};
 use warmroute_proto::{
-    EngineSeq, Generation, PrefixHash, RecordNumber, Source, StreamIdentity, Tier,
+    BlockCut, EngineSeq, Generation, PrefixHash, RecordNumber, Source, StreamIdentity, Tier,
 };
 
 use super::index_view::{AnswerPosition, LogGeneration};
@@ -71,9 +71,17 @@ pub struct CreditClaim {
     /// The part of it on the GPU, from depth 0.
     pub gpu_blocks: u32,
     pub credit_max: u32,
-    pub block_tokens: u32,
+    /// Of the claimed blocks.
+    pub cut: BlockCut,
     pub main_attention_only: bool,
     pub reads: CacheReads,
+}
+
+impl CreditClaim {
+    #[must_use]
+    pub fn block_tokens(&self) -> u32 {
+        u32::try_from(self.cut.size.tokens()).unwrap_or(u32::MAX)
+    }
 }
 
 /// Whether a claim lowered the cost of its source.
@@ -189,7 +197,7 @@ impl CreditAudit {
         if claim.blocks == 0 {
             return AuditVerdict::NoClaim;
         }
-        let credited = claim.blocks.saturating_mul(claim.block_tokens);
+        let credited = claim.blocks.saturating_mul(claim.block_tokens());
         let missing = credited.saturating_sub(cached_tokens);
         if missing == 0 {
             return self.agree(claim);
@@ -277,7 +285,7 @@ impl CreditAudit {
         block_at: impl FnOnce(usize) -> Option<PrefixHash>,
         now: Instant,
     ) -> Option<Recheck> {
-        let first_missing = cached_tokens.checked_div(claim.block_tokens)?;
+        let first_missing = cached_tokens.checked_div(claim.block_tokens())?;
         let audit = self.sources.get_mut(claim.source);
         let is_open = audit
             .open_since

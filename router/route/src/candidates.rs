@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use warmroute_proto::registry::{DrainState, RANKS_MAX, WorkerEntry};
-use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
+use warmroute_proto::{BlockCut, DpRank, Seed, Source, WorkerId};
 
 use super::source_table::{SourceId, SourceTable};
 
@@ -54,7 +54,7 @@ pub struct Candidate {
     pub id: SourceId,
     pub source: Source,
     pub url: Arc<str>,
-    pub block_size: Option<BlockSize>,
+    pub cut: Option<BlockCut>,
     /// All KV groups are main attention: a credited block must be cached.
     pub main_attention_only: bool,
 }
@@ -310,7 +310,7 @@ fn add_ranks(table: &mut SourceTable, worker: &WorkerStatus, candidates: &mut Ve
             id: table.intern(&source),
             source,
             url: Arc::clone(&url),
-            block_size: entry.block_size,
+            cut: entry.block_cut(),
             main_attention_only: entry.main_attention_only,
         });
     }

@@ -345,7 +345,7 @@ fn explain(
     choice: Pick,
     chosen: Terms,
 ) -> Decision {
-    let prompt = input.prompt.cut(candidate.block_size);
+    let prompt = input.prompt.cut(candidate.cut);
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks());
@@ -378,7 +378,7 @@ fn tier_states(input: &DecisionInput<'_>, candidate: &Candidate) -> Tiers<Source
 
 /// The index's part of the credit of the chosen candidate.
 fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
-    let prompt = input.prompt.cut(candidate.block_size);
+    let prompt = input.prompt.cut(candidate.cut);
     let known = input.trusted.of(candidate.id);
     let (standing, state, run) = match known.map(|known| (known, known.demoted)) {
         Some((_, Some(lost))) => (ClaimStanding::Demoted, lost.state, lost.run),
@@ -402,7 +402,7 @@ fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
         blocks: cost::overlap_blocks(credit),
         gpu_blocks: credit.gpu,
         credit_max: prompt.credit_max(),
-        block_tokens: prompt.block_tokens(),
+        cut: prompt.block_cut(),
         main_attention_only: candidate.main_attention_only,
         reads: prompt.reads(),
     }

@@ -2,7 +2,7 @@
 
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::load::{SAMPLES_MAX, SampledPrefix, sampled_length};
-use warmroute_proto::{BlockSize, LocalHash, Seed, WorkerId};
+use warmroute_proto::{BlockCut, BlockSize, LocalHash, Seed, WorkerId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A rough size of text that is not tokenized.
@@ -42,7 +42,7 @@ impl SessionKey {
 #[derive(Clone, Debug)]
 pub struct Prompt {
     tokens: u32,
-    block_size: BlockSize,
+    cut: BlockCut,
     seed: Seed,
     blocks: Vec<LocalHash>,
     sampled: SampledPrefix,
@@ -51,31 +51,32 @@ pub struct Prompt {
     session: Option<SessionKey>,
     /// Workers that tokenize it differently.
     mismatched: Vec<WorkerId>,
-    /// Its tokens in blocks of other sizes.
+    /// Its tokens in blocks of other cuts.
     other_cuts: Vec<Self>,
 }
 
 impl Prompt {
     /// Hashes a prompt's tokens.
     #[must_use]
-    pub fn new(tokens: &[u32], block_size: BlockSize, seed: Seed) -> Self {
+    pub fn new(tokens: &[u32], cut: impl Into<BlockCut>, seed: Seed) -> Self {
+        let cut = cut.into();
         let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        let blocks = local_hashes(tokens, block_size, seed);
-        Self::of_blocks(count, block_size, seed, blocks)
+        let blocks = local_hashes(tokens, cut, seed);
+        Self::of_blocks(count, cut, seed, blocks)
     }
 
-    /// A prompt whose whole blocks are hashed.
+    /// A prompt whose named blocks are hashed.
     #[must_use]
     pub fn of_blocks(
         tokens: u32,
-        block_size: BlockSize,
+        cut: impl Into<BlockCut>,
         seed: Seed,
         blocks: Vec<LocalHash>,
     ) -> Self {
         let sampled = SampledPrefix::of(&blocks);
         Self {
             tokens,
-            block_size,
+            cut: cut.into(),
             seed,
             blocks,
             sampled,
@@ -143,7 +144,7 @@ impl Prompt {
         self
     }
 
-    /// This prompt with the same tokens in blocks of other sizes, for workers that have those.
+    /// This prompt with the same tokens in blocks of other cuts, for workers that have those.
     #[must_use]
     pub fn with_other_cuts(mut self, cuts: Vec<Self>) -> Self {
         self.other_cuts = cuts;
@@ -155,11 +156,11 @@ impl Prompt {
         change(self);
     }
 
-    /// The prompt in blocks of this size. Without one of this size, or with an unknown size, `self`.
+    /// The prompt in blocks of this cut. Without one of this cut, or with an unknown cut, `self`.
     #[must_use]
-    pub fn cut(&self, size: Option<BlockSize>) -> &Self {
+    pub fn cut(&self, wanted: Option<BlockCut>) -> &Self {
         let mut others = self.other_cuts.iter();
-        let other = size.and_then(|size| others.find(|cut| cut.block_size == size));
+        let other = wanted.and_then(|wanted| others.find(|prompt| prompt.cut == wanted));
         other.unwrap_or(self)
     }
 
@@ -181,7 +182,12 @@ impl Prompt {
 
     #[must_use]
     pub const fn block_size(&self) -> BlockSize {
-        self.block_size
+        self.cut.size
+    }
+
+    #[must_use]
+    pub const fn block_cut(&self) -> BlockCut {
+        self.cut
     }
 
     #[must_use]
@@ -189,7 +195,7 @@ impl Prompt {
         self.seed
     }
 
-    /// The whole blocks, from depth 0. If empty, an index query is useless.
+    /// The named blocks, from depth 0. If empty, an index query is useless.
     #[must_use]
     pub fn blocks(&self) -> &[LocalHash] {
         &self.blocks
@@ -244,7 +250,7 @@ impl Prompt {
     }
 
     pub(crate) fn block_tokens(&self) -> u32 {
-        u32::try_from(self.block_size.tokens()).unwrap_or(u32::MAX)
+        u32::try_from(self.cut.size.tokens()).unwrap_or(u32::MAX)
     }
 }
 
@@ -276,7 +282,10 @@ mod tests {
     fn what_holds_for_a_prompt_holds_for_each_cut() {
         let cut = Prompt::new(&[0; 100], BlockSize::new(32).unwrap(), Seed::PLAIN);
         let prompt = prompt(100).with_other_cuts(vec![cut]);
-        assert_eq!(prompt.cut(BlockSize::new(32)).credit_max(), 3);
+        assert_eq!(
+            prompt.cut(BlockSize::new(32).map(Into::into)).credit_max(),
+            3
+        );
         let prompt = prompt
             .with_reads(CacheReads::Bypassed)
             .with_mismatched(vec!["w".into()]);

@@ -3,7 +3,7 @@
 //! One walk along each cut of the prompt finds it for all sources ([`super::prompt_tree`]), instead
 //! of one for each of them.
 
-use warmroute_proto::BlockSize;
+use warmroute_proto::BlockCut;
 
 use super::decide::DecisionInput;
 use super::prompt::Prompt;
@@ -48,10 +48,10 @@ impl<'a> PromptMatch<'a> {
         Self(input.prompt.cuts().map(cut).collect())
     }
 
-    /// The cut in blocks of this size ([`Prompt::cut`]).
-    pub(crate) fn cut(&self, size: Option<BlockSize>) -> &CutMatch<'a> {
+    /// The prompt in blocks of this cut ([`Prompt::cut`]).
+    pub(crate) fn cut(&self, wanted: Option<BlockCut>) -> &CutMatch<'a> {
         let (first, others) = (&self.0[0], &self.0[1..]);
-        let is_cut = |cut: &&CutMatch<'_>| Some(cut.prompt.block_size()) == size;
+        let is_cut = |cut: &&CutMatch<'_>| Some(cut.prompt.block_cut()) == wanted;
         others.iter().find(is_cut).unwrap_or(first)
     }
 }

@@ -7,7 +7,7 @@ use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
     RosterPageRequest, RosterRow, RosterStatus,
 };
-use warmroute_proto::{BlockSize, Generation, Source, Tiers};
+use warmroute_proto::{BlockCut, Generation, Source, Tiers};
 
 use super::index_view::AnswerPosition;
 
@@ -39,7 +39,7 @@ pub enum IndexReply {
     Holders(HolderReply),
     /// The answers about one prompt in blocks of different sizes. Each counts for the sources that
     /// have blocks of its size; that of the prompt's first cut for sources of an unknown size too.
-    Cuts(Vec<(BlockSize, Self)>),
+    Cuts(Vec<(BlockCut, Self)>),
 }
 
 /// The holders of a prompt, and the roster that names them.

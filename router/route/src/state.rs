@@ -10,7 +10,7 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
 use warmroute_proto::query::{HoldAnswer, HoldQuery, SourceState};
 use warmroute_proto::registry::{DemotedSource, DrainState, WorkerEntry};
-use warmroute_proto::{BlockSize, Generation, RouterId, Source, WorkerId};
+use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{
     AuditCounts, AuditVerdict, ClaimStanding, CreditAudit, Recheck, RecheckVerdict,
@@ -554,7 +554,7 @@ impl Core {
         now: Instant,
     ) -> Result<Admitted, LedgerError> {
         let (source, slot) = (decision.claim.source, self.ledger.counter());
-        let prompt = prompt.cut(BlockSize::new(decision.claim.block_tokens));
+        let prompt = prompt.cut(Some(decision.claim.cut));
         let opening = Ledger::opening(
             slot,
             &decision.source,

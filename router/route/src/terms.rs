@@ -4,8 +4,8 @@
 //! computed without its [`Terms`], and in a source that holds nothing of the prompt without what only
 //! holders need. `CandidateScale::terms` computes the same value with all that led to it.
 
-use warmroute_proto::Tiers;
 use warmroute_proto::query::SourceState;
+use warmroute_proto::{BlockCut, Tiers};
 
 use super::backlog::BacklogTime;
 use super::candidates::Candidate;
@@ -79,8 +79,8 @@ pub struct ComparedCandidate {
     pub cost: f64,
     /// As [`Terms::expected_blocks`].
     pub expected_blocks: u32,
-    /// As [`Terms::block_tokens`].
-    pub block_tokens: u32,
+    /// Of the expected blocks.
+    pub cut: BlockCut,
     pub knowledge: IndexKnowledge,
 }
 
@@ -133,7 +133,7 @@ impl<'a> CandidateScale<'a> {
 
     pub(crate) fn compared(&self, candidate: &Candidate) -> ComparedCandidate {
         let (id, input) = (candidate.id, self.input);
-        let cut = self.matched.cut(candidate.block_size);
+        let cut = self.matched.cut(candidate.cut);
         let known = input.trusted.of(id);
         let value = self.cached_value(cut, candidate, known);
         let loads = self.loads(id);
@@ -149,7 +149,7 @@ impl<'a> CandidateScale<'a> {
             requests: loads.requests(),
             cost,
             expected_blocks: cut.predicted.of(id),
-            block_tokens: cut.prompt.block_tokens(),
+            cut: cut.prompt.block_cut(),
             knowledge: knowledge(cut.prompt, candidate, known),
         }
     }
@@ -158,7 +158,7 @@ impl<'a> CandidateScale<'a> {
     /// probability, which depends on all candidates.
     pub(crate) fn terms(&self, candidate: &Candidate) -> Terms {
         let (id, input) = (candidate.id, self.input);
-        let cut = self.matched.cut(candidate.block_size);
+        let cut = self.matched.cut(candidate.cut);
         let known = input.trusted.of(id);
         let credit = credit(cut, candidate, known);
         let expected = expected(cut, candidate, known, cost::overlap_blocks(credit.overlap));
@@ -307,11 +307,9 @@ fn load_blocks(
     }
 }
 
-/// Hashes of another block size or of other tokens say nothing about the prompt.
+/// Hashes of another cut or of other tokens say nothing about the prompt.
 fn is_comparable(prompt: &Prompt, candidate: &Candidate) -> bool {
-    let is_cut_alike = candidate
-        .block_size
-        .is_none_or(|size| size == prompt.block_size());
+    let is_cut_alike = candidate.cut.is_none_or(|cut| cut == prompt.block_cut());
     is_cut_alike && prompt.is_tokenized_by(&candidate.source.worker)
 }
 

@@ -117,7 +117,7 @@ struct RecentTtft {
 impl Traffic {
     pub(crate) fn decided(&mut self, prompt: &Prompt, decision: &Decision) {
         let totals = &mut self.totals;
-        let block_tokens = u64::from(decision.claim.block_tokens);
+        let block_tokens = u64::from(decision.claim.block_tokens());
         totals.prompt_tokens += u64::from(prompt.tokens());
         totals.credited_tokens += u64::from(decision.overlap_blocks) * block_tokens;
         totals.rungs[rung(&decision.chosen)] += 1;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{Lora, WorkerEntry};
-use warmroute_proto::{BlockSize, WorkerId};
+use warmroute_proto::{BlockCut, BlockSize, WorkerId};
 
 use super::checks::{CheckResult, ModelChecks, TokenChecks};
 use super::state::FleetWorker;
@@ -22,7 +22,7 @@ pub(crate) struct ModelCatalog {
 }
 
 /// Each costs an index query for each prompt.
-const BLOCK_SIZES_MAX: usize = 4;
+const CUTS_MAX: usize = 4;
 
 /// One model name, base model or adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,9 +33,9 @@ pub(crate) struct CatalogModel {
     pub base: String,
     pub adapter: bool,
     pub max_model_len: Option<u32>,
-    /// Sizes of its workers' blocks; the first is the operator's, or else the smallest. At most
-    /// [`BLOCK_SIZES_MAX`]: workers with others get its prompts by load only.
-    pub block_sizes: Vec<BlockSize>,
+    /// How its workers cut prompts into blocks; the first has the operator's size, or else the
+    /// smallest. At most [`CUTS_MAX`]: workers with others get its prompts by load only.
+    pub cuts: Vec<BlockCut>,
     pub parity: Parity,
 }
 
@@ -87,7 +87,7 @@ impl ModelCatalog {
             }
         }
         for (model, workers) in catalog.models.values_mut().zip(checked.values()) {
-            model.block_sizes = block_sizes(workers, block_size);
+            model.cuts = cuts(workers, block_size);
             model.parity = Parity::of(&model.base, workers);
         }
         catalog
@@ -169,18 +169,20 @@ fn served(entry: &WorkerEntry) -> impl Iterator<Item = ServedModel<'_>> {
     })
 }
 
-fn block_sizes(workers: &[&FleetWorker], given: Option<BlockSize>) -> Vec<BlockSize> {
-    let reported = workers.iter().filter_map(|worker| worker.entry.block_size);
-    let reported: BTreeSet<BlockSize> = reported.collect();
+fn cuts(workers: &[&FleetWorker], given: Option<BlockSize>) -> Vec<BlockCut> {
+    let reported = workers.iter().filter_map(|worker| worker.entry.block_cut());
+    let reported: BTreeSet<BlockCut> = reported.collect();
     // A size that no worker can have costs no query.
-    let is_used = |size: &BlockSize| {
-        let unknown = |worker: &&FleetWorker| worker.entry.block_size.is_none();
-        reported.contains(size) || workers.iter().any(unknown)
+    let of_given = |size: BlockSize| {
+        let mut of_size = reported.iter().copied().filter(|cut| cut.size == size);
+        let mut workers = workers.iter();
+        let is_unknown = workers.any(|worker| worker.entry.block_size.is_none());
+        of_size.next().or(is_unknown.then(|| size.into()))
     };
-    let first = given.filter(is_used);
-    let others = reported.iter().copied().filter(|size| Some(*size) != first);
-    let sizes = first.into_iter().chain(others);
-    sizes.take(BLOCK_SIZES_MAX).collect()
+    let first = given.and_then(of_given);
+    let others = reported.iter().copied().filter(|cut| Some(*cut) != first);
+    let cuts = first.into_iter().chain(others);
+    cuts.take(CUTS_MAX).collect()
 }
 
 fn models(entry: &WorkerEntry) -> impl Iterator<Item = (String, CatalogModel)> {
@@ -189,7 +191,7 @@ fn models(entry: &WorkerEntry) -> impl Iterator<Item = (String, CatalogModel)> {
         base: String::new(),
         adapter: false,
         max_model_len: entry.max_model_len,
-        block_sizes: Vec::new(),
+        cuts: Vec::new(),
         parity: Parity::default(),
     };
     let adapter = CatalogModel {

@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use warmroute_plane::Plane;
-use warmroute_proto::registry::{DrainState, Lora};
+use warmroute_proto::BlockCut;
+use warmroute_proto::registry::{DrainState, Lora, WorkerEntry};
 
 use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
 use super::health::Observation;
@@ -305,11 +306,29 @@ fn each_worker_has_blocks_of_its_own_size() {
             fleet.register(entry(name, *tokens));
         }
         for model in ["m", "a"].into_iter().filter(|_| !workers.is_empty()) {
-            let sizes = fleet.catalog().models[model].block_sizes.clone();
-            let sizes: Vec<usize> = sizes.into_iter().map(BlockSize::tokens).collect();
+            let cuts = fleet.catalog().models[model].cuts.clone();
+            let sizes: Vec<usize> = cuts.into_iter().map(|cut| cut.size.tokens()).collect();
             assert_eq!(sizes, expected, "{given:?} {workers:?} {model}");
         }
     }
+}
+
+/// Workers of one size whose engines name blocks by more or fewer tokens.
+#[test]
+fn each_worker_has_blocks_of_its_own_lookahead() {
+    let fleet = fleet_of(Some(16));
+    for (name, lookahead) in [("a", 3), ("b", 0), ("c", 3)] {
+        fleet.register(WorkerEntry {
+            lookahead,
+            ..entry(name, 16)
+        });
+    }
+    let cuts = fleet.catalog().models["m"].cuts.clone();
+    let of = |lookahead| BlockCut {
+        size: BlockSize::new(16).unwrap(),
+        lookahead,
+    };
+    assert_eq!(cuts, [of(0), of(3)]);
 }
 
 #[test]

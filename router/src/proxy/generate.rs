@@ -347,7 +347,7 @@ impl App {
             ask(prompt).await
         } else {
             let cuts = prompt.cuts();
-            let queries = cuts.map(async |cut| Some((cut.block_size(), ask(cut).await?)));
+            let queries = cuts.map(async |cut| Some((cut.block_cut(), ask(cut).await?)));
             let answers: Vec<_> = join_all(queries).await.into_iter().flatten().collect();
             (!answers.is_empty()).then_some(IndexReply::Cuts(answers))
         };

@@ -16,7 +16,7 @@ use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::{Instant, timeout};
 use warmroute_process::blocking;
 use warmroute_proto::hash::local_hashes_with_items;
-use warmroute_proto::{BlockSize, Seed, WorkerId};
+use warmroute_proto::{BlockCut, Seed, WorkerId};
 
 use super::App;
 use super::body::BufferedBody;
@@ -53,7 +53,7 @@ pub(super) struct ImagePrompt {
     /// The model that the engines' checks are of.
     pub base: String,
     pub is_adapter: bool,
-    pub block_sizes: Vec<BlockSize>,
+    pub cuts: Vec<BlockCut>,
     pub model_max: Option<usize>,
     pub reads: CacheReads,
     pub mismatched: Vec<WorkerId>,
@@ -73,11 +73,11 @@ impl ImagePrompt {
         let adapter = self.is_adapter.then_some(model);
         let seed = Seed::new(adapter, self.info.cache_salt.as_deref());
         let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        let cut = |size: &BlockSize| {
-            let blocks = local_hashes_with_items(tokens, *size, seed, images);
-            Prompt::of_blocks(count, *size, seed, blocks)
+        let cut = |cut: &BlockCut| {
+            let blocks = local_hashes_with_items(tokens, *cut, seed, images);
+            Prompt::of_blocks(count, *cut, seed, blocks)
         };
-        let (first, others) = self.block_sizes.split_first().ok_or(NO_BLOCK_SIZE)?;
+        let (first, others) = self.cuts.split_first().ok_or(NO_BLOCK_SIZE)?;
         let prompt = cut(first).with_other_cuts(others.iter().map(cut).collect());
         Ok(prompt
             .with_reads(self.reads)
@@ -219,7 +219,7 @@ impl App {
         headers: HeaderMap,
         body: Bytes,
     ) -> Result<Prompt, Unhashed> {
-        if images.block_sizes.is_empty() {
+        if images.cuts.is_empty() {
             return Err(NO_BLOCK_SIZE);
         }
         let mut workers = self.fleet.renderers(model, &images.base, images.route);

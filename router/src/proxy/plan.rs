@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::{BlockSize, Seed, WorkerId};
+use warmroute_proto::{BlockCut, BlockSize, Seed, WorkerId};
 
 use super::body::{BodyBudget, BudgetShare};
 use super::images::ImagePrompt;
@@ -441,7 +441,7 @@ impl PlanDraft {
         });
         let (prompt, single, unhashed) = match lists {
             // Its length is known, and its blocks are not.
-            Ok(lists) if model.block_sizes.is_empty() => {
+            Ok(lists) if model.cuts.is_empty() => {
                 let tokens = lists.iter().map(Vec::len).sum::<usize>();
                 let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
                 let bytes = token_bytes(&lists).unwrap_or_default();
@@ -450,9 +450,10 @@ impl PlanDraft {
                 (prompt, true, Some(NO_BLOCK_SIZE))
             }
             Ok(lists) => {
-                let cut = |size: &BlockSize| hashed(&lists, &info, lora, *size);
-                let others = model.block_sizes.iter().skip(1).map(cut).collect();
-                let prompt = cut(&size).with_other_cuts(others);
+                let cut = |cut: &BlockCut| hashed(&lists, &info, lora, *cut);
+                let others = model.cuts.iter().skip(1).map(cut).collect();
+                let first = model.cuts.first().copied();
+                let prompt = cut(&first.unwrap_or(size.into())).with_other_cuts(others);
                 (prompt, lists.len() == 1, None)
             }
             Err(why) => {
@@ -502,7 +503,7 @@ fn image_prompt(
         info: parsed.info.clone(),
         base: model.base.clone(),
         is_adapter: model.adapter,
-        block_sizes: model.block_sizes.clone(),
+        cuts: model.cuts.clone(),
         model_max: model.max_model_len.map(|tokens| tokens as usize),
         reads: cache_reads(&parsed.info),
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
@@ -525,8 +526,8 @@ fn known<'a>(
 }
 
 pub(super) fn block_size(model: &CatalogModel) -> BlockSize {
-    let first = model.block_sizes.first();
-    first.copied().unwrap_or(ASSUMED_BLOCK_SIZE)
+    let first = model.cuts.first();
+    first.map_or(ASSUMED_BLOCK_SIZE, |cut| cut.size)
 }
 
 /// The trust in the router's tokens of such a prompt; `None` where the client sent the token ids.
@@ -663,19 +664,20 @@ impl PromptSize {
 
 /// Several prompts go to one worker together: the longest decides the overlap, all of them count as
 /// load. The longest loses its last token, as an engine computes that always and the total length
-/// does not show where the prompt ends.
-fn hashed(lists: &[Vec<u32>], info: &RequestInfo, lora: Option<&str>, size: BlockSize) -> Prompt {
+/// does not show where the prompt ends; where names cover the tokens behind a block, they show it.
+fn hashed(lists: &[Vec<u32>], info: &RequestInfo, lora: Option<&str>, cut: BlockCut) -> Prompt {
     let seed = Seed::new(lora, info.cache_salt.as_deref());
     // The first one of the longest.
     let Some(longest) = lists.iter().rev().max_by_key(|list| list.len()) else {
-        return Prompt::new(&[], size, seed);
+        return Prompt::new(&[], cut, seed);
     };
     if lists.len() == 1 {
-        return Prompt::new(longest, size, seed);
+        return Prompt::new(longest, cut, seed);
     }
     let total = lists.iter().map(Vec::len).sum::<usize>();
-    let blocks = local_hashes(&longest[..longest.len().saturating_sub(1)], size, seed);
-    Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), size, seed, blocks)
+    let lost = usize::from(cut.lookahead == 0);
+    let blocks = local_hashes(&longest[..longest.len().saturating_sub(lost)], cut, seed);
+    Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), cut, seed, blocks)
 }
 
 /// The prompt by its text: where its tokens are not known, equal beginnings still are.

@@ -71,7 +71,7 @@ fn watched(
     }
     explain(app, &mut parts.headers, &decision, call.explanation());
     call.sign(&mut parts.headers);
-    let block_tokens = decision.claim.block_tokens.into();
+    let block_tokens = decision.claim.block_tokens().into();
     call.report.status = parts.status.as_u16();
     call.report.placed(decision, || app.fleet.catalog());
     let flight = Flight {

@@ -363,7 +363,7 @@ impl Flight {
     ) {
         self.slot = Some(placement.slot);
         self.tracked = Some(placement.tracked);
-        self.block_tokens = placement.decision.claim.block_tokens.into();
+        self.block_tokens = placement.decision.claim.block_tokens().into();
         if let BodyWatch::Events(watch) = &self.watch {
             self.progress.grown_blocks = watch.output_chunks() / self.block_tokens.max(1);
         }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::testing::{source, source_id, start};
-use warmroute_proto::LogPosition;
+use warmroute_proto::{BlockSize, LogPosition};
 
 const LOG: StreamIdentity = StreamIdentity {
     created_unix_ns: 7,
@@ -30,7 +30,7 @@ fn claim() -> CreditClaim {
         blocks: 10,
         gpu_blocks: 10,
         credit_max: 12,
-        block_tokens: 16,
+        cut: BlockSize::new(16).unwrap().into(),
         main_attention_only: true,
         reads: CacheReads::Allowed,
     }

@@ -1,4 +1,5 @@
 use super::*;
+use warmroute_proto::BlockSize;
 use warmroute_proto::registry::Lora;
 
 fn entry(name: &str) -> WorkerEntry {

@@ -57,7 +57,7 @@ impl Fixture {
                 id: table.intern(&source(number)),
                 source: source(number),
                 url: "http://w".into(),
-                block_size: Some(size()),
+                cut: Some(size().into()),
                 main_attention_only: true,
             })
             .collect();
@@ -320,7 +320,7 @@ fn without_an_answer_prediction_decides_and_then_load_alone() {
 #[test]
 fn blocks_of_another_size_are_not_comparable() {
     let mut fixture = Fixture::of(1);
-    fixture.candidates[0].block_size = BlockSize::new(32);
+    fixture.candidates[0].cut = BlockSize::new(32).map(Into::into);
     fixture.index(&[(0, SourceState::Exact, gpu(5))]);
     let asked = prompt(100);
     fixture.expect(0, &asked);

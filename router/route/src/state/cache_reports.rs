@@ -15,7 +15,7 @@ impl Core {
         self.traffic.reported(prompt, cached_tokens);
         self.learn(decision, prompt, cached_tokens, now);
         let claim = &decision.claim;
-        let prompt = prompt.cut(BlockSize::new(claim.block_tokens));
+        let prompt = prompt.cut(Some(claim.cut));
         let block_at = |depth| prefix_hashes(None, prompt.blocks()).nth(depth);
         let verdict = self.audit.compare(claim, cached_tokens, block_at, now);
         if verdict != AuditVerdict::Reinstate {
@@ -80,8 +80,8 @@ impl Core {
         }
         let report = CacheReport {
             source: claim.source,
-            prompt: prompt.cut(BlockSize::new(claim.block_tokens)).sampled(),
-            cached_blocks: cached_tokens.checked_div(claim.block_tokens).unwrap_or(0),
+            prompt: prompt.cut(Some(claim.cut)).sampled(),
+            cached_blocks: cached_tokens.checked_div(claim.block_tokens()).unwrap_or(0),
             decided: claim.decided,
         };
         self.expected.reported.report(&report, now);
@@ -95,13 +95,13 @@ impl Core {
             return;
         }
         let cached_blocks = match prompt.basis() {
-            PromptBasis::Tokens => cached_tokens.checked_div(claim.block_tokens).unwrap_or(0),
+            PromptBasis::Tokens => cached_tokens.checked_div(claim.block_tokens()).unwrap_or(0),
             PromptBasis::Text if cached_tokens == 0 => 0,
             PromptBasis::Text => return,
         };
         self.expected.sent.refute(&CacheReport {
             source: claim.source,
-            prompt: prompt.cut(BlockSize::new(claim.block_tokens)).sampled(),
+            prompt: prompt.cut(Some(claim.cut)).sampled(),
             cached_blocks,
             decided: claim.decided,
         });

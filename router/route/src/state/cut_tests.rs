@@ -1,7 +1,9 @@
 //! Workers with blocks of different sizes, and models with equal tokens.
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
-use warmroute_proto::{EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers};
+use warmroute_proto::{
+    BlockCut, BlockSize, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
+};
 
 use super::*;
 use crate::testing::{source, start};
@@ -80,14 +82,14 @@ fn each_source_is_credited_in_blocks_of_its_own_size() {
         let prompt = prompt(1000, &[16, 32]);
         // What the query with the other size finds is a coincidence.
         let answers = IndexReply::Cuts(vec![
-            (size(16), answer(&[("small", 30), ("large", 60)])),
-            (size(32), answer(&[("small", 60), ("large", 20)])),
+            (size(16).into(), answer(&[("small", 30), ("large", 60)])),
+            (size(32).into(), answer(&[("small", 60), ("large", 20)])),
         ]);
         let now = start();
         let decision = admit(&mut core, &prompt, &answers, now);
         assert_eq!(decision.source, source("large"), "{policy:?}");
         assert_eq!(
-            (decision.overlap_blocks, decision.claim.block_tokens),
+            (decision.overlap_blocks, decision.claim.block_tokens()),
             (20, 32)
         );
         assert_eq!(decision.claim.credit_max, 31);
@@ -110,6 +112,40 @@ fn each_source_is_credited_in_blocks_of_its_own_size() {
     }
 }
 
+/// A worker whose engine names its blocks by the tokens behind them too.
+fn looking_ahead(name: &str, lookahead: u32) -> WorkerEntry {
+    WorkerEntry {
+        lookahead,
+        ..entry(name, "m", 16)
+    }
+}
+
+/// Engines of one block size whose names of blocks cover more or fewer tokens.
+#[test]
+fn each_source_is_credited_in_blocks_of_its_own_lookahead() {
+    let workers = [looking_ahead("plain", 0), looking_ahead("mtp", 3)];
+    let mut core = core(Policy::Kv, &workers);
+    let tokens: Vec<u32> = (0..162).collect();
+    let cut = |lookahead| BlockCut {
+        size: size(16),
+        lookahead,
+    };
+    let of = |lookahead| Prompt::new(&tokens, cut(lookahead), Seed::PLAIN);
+    let prompt = of(0).with_other_cuts(vec![of(3)]);
+    // Behind the tenth block are two tokens only: it has no name there.
+    assert_eq!((of(0).credit_max(), of(3).credit_max()), (10, 9));
+    let answers = IndexReply::Cuts(vec![
+        (cut(0), answer(&[("plain", 4), ("mtp", 10)])),
+        (cut(3), answer(&[("plain", 9), ("mtp", 9)])),
+    ]);
+    let now = start();
+    let decision = admit(&mut core, &prompt, &answers, now);
+    assert_eq!(decision.source, source("mtp"));
+    assert_eq!((decision.overlap_blocks, decision.claim.cut), (9, cut(3)));
+    let verdict = core.audit(&decision, &prompt, 144, now);
+    assert_eq!(verdict, AuditVerdict::Held);
+}
+
 /// A size without an answer gives no credit.
 #[test]
 fn an_answer_of_one_size_credits_no_source_of_another() {
@@ -117,7 +153,10 @@ fn an_answer_of_one_size_credits_no_source_of_another() {
         Policy::Kv,
         &[entry("small", "m", 16), entry("large", "m", 32)],
     );
-    let answers = IndexReply::Cuts(vec![(size(32), answer(&[("small", 20), ("large", 0)]))]);
+    let answers = IndexReply::Cuts(vec![(
+        size(32).into(),
+        answer(&[("small", 20), ("large", 0)]),
+    )]);
     let decision = admit(&mut core, &prompt(1000, &[16, 32]), &answers, start());
     assert!(decision.weighed.iter().all(|terms| terms.overlap.gpu == 0));
 }

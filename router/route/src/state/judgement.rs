@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use warmroute_proto::BlockSize;
+use warmroute_proto::BlockCut;
 use warmroute_proto::query::SourceState;
 
 use super::{Core, RouteRequest};
@@ -15,19 +15,19 @@ use crate::source_table::SourceId;
 use crate::terms::{ComparedCandidate, IndexKnowledge};
 
 impl Core {
-    /// Takes from each answer the sources that have blocks of its size.
+    /// Takes from each answer the sources that have blocks of its cut.
     pub(super) fn judge_cuts(
         &mut self,
         request: &RouteRequest<'_>,
-        cuts: &[(BlockSize, IndexReply)],
+        cuts: &[(BlockCut, IndexReply)],
         now: Instant,
     ) -> Result<TrustedAnswer, RouteRefusal> {
         let mut trusted = TrustedAnswer::default();
-        let first = request.prompt.block_size();
-        for (size, answer) in cuts {
+        let first = request.prompt.block_cut();
+        for (cut, answer) in cuts {
             let judged = self.judge(answer, now);
             for candidate in self.fleet.candidates(request.model)? {
-                if candidate.block_size.unwrap_or(first) == *size {
+                if candidate.cut.unwrap_or(first) == *cut {
                     trusted.take(candidate.id, &judged);
                 }
             }
@@ -57,7 +57,7 @@ impl Core {
     ) {
         let countable = |cut: &Prompt| {
             let sources = self.expected.predictions.countable(cut.sampled());
-            (cut.block_tokens(), sources)
+            (cut.block_cut(), sources)
         };
         let countable: Vec<_> = prompt.cuts().map(countable).collect();
         let has_reports = !self.expected.reported.is_empty();
@@ -68,9 +68,9 @@ impl Core {
             }
             let is_countable = one.expected_blocks > 0
                 && (countable.iter())
-                    .any(|(size, sources)| *size == one.block_tokens && sources.of(one.source));
+                    .any(|(cut, sources)| *cut == one.cut && sources.of(one.source));
             if is_countable || has_reports {
-                let cut = prompt.cut(BlockSize::new(one.block_tokens));
+                let cut = prompt.cut(Some(one.cut));
                 self.end_counted(one.source, cut, one.expected_blocks, trusted);
             }
         }

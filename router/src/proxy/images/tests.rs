@@ -57,7 +57,7 @@ fn a_rendered_prompt_has_the_keys_of_an_engines_blocks() {
         },
         base: "m".to_owned(),
         is_adapter: true,
-        block_sizes: vec![size(16), size(32)],
+        cuts: vec![size(16).into(), size(32).into()],
         model_max: Some(1000),
         reads: CacheReads::Allowed,
         mismatched: vec!["other".into()],
@@ -71,7 +71,7 @@ fn a_rendered_prompt_has_the_keys_of_an_engines_blocks() {
     let rendered = RenderedPrompt::read(answer.as_bytes()).unwrap();
     let prompt = images.hashed("adapter", &rendered).unwrap();
     assert_eq!((prompt.tokens(), prompt.blocks().len()), (100, 6));
-    assert_eq!(prompt.cut(Some(size(32))).blocks().len(), 3);
+    assert_eq!(prompt.cut(Some(size(32).into())).blocks().len(), 3);
     assert!(!prompt.is_tokenized_by(&"other".into()));
     let seed = Seed::new(Some("adapter"), Some("tenant"));
     let block = |number: usize, items: &[u64]| {

@@ -46,7 +46,7 @@ fn inputs() -> PlanInputs {
         base: "m".into(),
         adapter: false,
         max_model_len: Some(1000),
-        block_sizes: vec![BlockSize::new(16).unwrap()],
+        cuts: vec![BlockSize::new(16).unwrap().into()],
         parity: Parity {
             tokenizer: version(),
             chat: trust(true),
@@ -62,7 +62,7 @@ fn inputs() -> PlanInputs {
         ..model.clone()
     };
     let blind = CatalogModel {
-        block_sizes: Vec::new(),
+        cuts: Vec::new(),
         ..model.clone()
     };
     let models = [("m", model), ("a", adapter), ("blind", blind)];
