@@ -70,6 +70,9 @@ pub struct EngineArgs {
     /// Longest prompt and output together; by default what the blocks can hold.
     #[arg(long)]
     pub max_model_len: Option<usize>,
+    /// Tokens behind a block that its hash covers, as of vLLM with EAGLE or MTP.
+    #[arg(long, default_value_t = 0)]
+    pub lookahead: u32,
     /// Tokens that one step may compute.
     #[arg(long, default_value_t = 8192)]
     pub max_num_batched_tokens: usize,
@@ -156,12 +159,17 @@ impl EngineArgs {
             self.max_num_batched_tokens >= 1 && self.max_num_seqs >= 1,
             "--max-num-batched-tokens and --max-num-seqs must not be 0"
         );
+        ensure!(
+            self.lookahead == 0 || self.cpu_blocks == 0,
+            "--lookahead needs --cpu-blocks 0, as vLLM has none with a connector"
+        );
         let window = SLIDING_WINDOW_BLOCKS.saturating_mul(self.block_size);
         let mut groups = vec![GroupKind::SlidingWindow(window); self.sliding_groups];
         groups.push(GroupKind::FullAttention);
         Ok(EngineConfig {
             max_num_batched_tokens: self.max_num_batched_tokens,
             max_num_seqs: self.max_num_seqs,
+            lookahead: self.lookahead,
             max_model_len: self.max_model_len.unwrap_or(usize::MAX),
             cpu_blocks: self.cpu_blocks,
             cpu_chunk_blocks: if self.lmcache {

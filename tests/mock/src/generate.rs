@@ -250,6 +250,7 @@ async fn generate(
         prompt: prompt.tokens,
         max_tokens,
         lora_name: lora_name.map(Arc::from),
+        lora_path: server.loras.other_path(model).into(),
         cache_salt: body.cache_salt.as_deref().map(Arc::from),
         items: prompt.items,
     };

@@ -160,7 +160,9 @@ impl History {
             let keys = stored.extra_keys.as_ref().and_then(|keys| keys.get(index));
             let keys = keys.map_or(&[][..], Vec::as_slice);
             let seed = parent.map_or_else(|| seed(stored, keys), |(_, seed)| seed);
-            let local = LocalHash::of_block(tokens, &items(keys), seed);
+            let behind = stored.lookahead.as_ref().and_then(|lists| lists.get(index));
+            let behind = behind.map_or(&[][..], Vec::as_slice);
+            let local = LocalHash::of_block(&[tokens, behind].concat(), &items(keys), seed);
             let before = parent.map(|(prefix, _)| prefix);
             let prefix = PrefixHash::after(before, local);
             if self.names.insert(hash, (prefix, seed)).is_none() {

@@ -121,6 +121,7 @@ impl Chunks {
             block_size: BlockSize::new(u32::try_from(tokens.len()).ok()?)?,
             tokens,
             extra_keys: None,
+            lookahead: None,
             lora_name: None,
             medium: Medium::Cpu,
             group: 0,

@@ -15,8 +15,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{trace, warn};
 use warmroute_sim::sim::{
-    CacheEvent, CachedTokens, EngineConfig, EngineLoad, EngineModel, EngineRequest, EngineTotals,
-    GroupKind, HeldPrefix, RequestId, StepOutcome,
+    CacheEvent, CachedTokens, EngineConfig, EngineHash, EngineLoad, EngineModel, EngineRequest,
+    EngineTotals, GroupKind, HeldPrefix, Medium, RequestId, StepOutcome,
 };
 
 use crate::error::Error;
@@ -102,6 +102,8 @@ pub(crate) struct Faults {
 pub(crate) enum StrangeMessage {
     /// A batch of one event whose type is unknown.
     UnknownEvent,
+    /// A batch that removes a block that was never stored.
+    UnknownRemoval,
     /// A batch that names a KV group whose kind is unknown.
     UnknownKind,
     /// A numbered payload that is no batch.
@@ -374,6 +376,14 @@ impl Rank {
     pub(crate) fn publish_strange(&self, message: StrangeMessage) {
         let encoded = match message {
             StrangeMessage::UnknownEvent => self.encoder.unknown_event(unix_seconds()),
+            StrangeMessage::UnknownRemoval => self.encoder.encode(
+                unix_seconds(),
+                &[CacheEvent::Removed {
+                    hash: EngineHash(u64::MAX),
+                    medium: Medium::Gpu,
+                    group: 0,
+                }],
+            ),
             StrangeMessage::UnknownKind => self.encoder.unknown_kind(unix_seconds()),
             // MessagePack never uses this byte.
             StrangeMessage::UnreadablePayload => Ok(vec![0xC1]),

@@ -178,6 +178,7 @@ impl EventQueue {
             tokens: Vec::new(),
             block_size: self.block_size,
             extra_keys: Some(Vec::new()),
+            lookahead: None,
             lora_name: None,
             medium,
             group: 0,

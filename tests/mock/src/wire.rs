@@ -39,6 +39,8 @@ enum WireEvent<'a> {
         kv_cache_spec_kind: Option<&'static str>,
         #[serde(skip_serializing_if = "Option::is_none")]
         kv_cache_spec_sliding_window: Option<u32>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        lookahead_token_ids: Option<&'a [Vec<u32>]>,
     },
     BlockRemoved {
         block_hashes: [WireHash; 1],
@@ -108,6 +110,7 @@ impl Encoder {
             group_idx: Some(u32::MAX),
             kv_cache_spec_kind: Some("folded_attention"),
             kv_cache_spec_sliding_window: None,
+            lookahead_token_ids: None,
         };
         rmp_serde::to_vec_named(&Batch(unix_seconds, vec![stored], self.rank))
     }
@@ -152,6 +155,7 @@ impl Encoder {
                 GroupKind::FullAttention => None,
                 GroupKind::SlidingWindow(window) => Some(window),
             },
+            lookahead_token_ids: stored.lookahead.as_deref(),
         }
     }
 
@@ -205,6 +209,7 @@ mod tests {
             tokens: vec![1, 2, 3, 4],
             block_size: BlockSize::new(2).unwrap(),
             extra_keys: Some(vec![vec![ExtraKey::Salt("s".into())], vec![]]),
+            lookahead: None,
             lora_name: Some("adapter".into()),
             medium: Medium::Gpu,
             group: 0,

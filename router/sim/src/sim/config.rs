@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use warmroute_proto::BlockSize;
+use warmroute_proto::{BlockCut, BlockSize};
 
 use super::event::GroupKind;
 use super::timing::TimingProfile;
@@ -10,6 +10,9 @@ use super::timing::TimingProfile;
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
     pub block_size: BlockSize,
+    /// Tokens behind a block that its hash covers, as with EAGLE or MTP: a block is cached once they
+    /// are known. vLLM has none with a connector, so that the CPU tier must be off.
+    pub lookahead: u32,
     /// Physical blocks as vLLM counts them: one is the null block and never used.
     pub num_blocks: u32,
     /// Tokens that one step may compute.
@@ -46,6 +49,7 @@ impl EngineConfig {
     pub fn new(block_size: BlockSize, num_blocks: u32) -> Self {
         Self {
             block_size,
+            lookahead: 0,
             num_blocks,
             max_num_batched_tokens: 8192,
             max_num_seqs: 256,
@@ -57,6 +61,14 @@ impl EngineConfig {
             events: EventMode::Published,
             profile: TimingProfile::INSTANT,
             vocabulary: (32..127).collect(),
+        }
+    }
+
+    #[must_use]
+    pub const fn block_cut(&self) -> BlockCut {
+        BlockCut {
+            size: self.block_size,
+            lookahead: self.lookahead,
         }
     }
 

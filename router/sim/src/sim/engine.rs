@@ -86,7 +86,7 @@ impl EngineModel {
         }
         let id = RequestId(self.next_id);
         self.next_id += 1;
-        let sequence = EngineSequence::new(id, request, self.config().block_size);
+        let sequence = EngineSequence::new(id, request, self.config().block_cut());
         self.scheduler.enqueue(sequence);
         Ok(id)
     }

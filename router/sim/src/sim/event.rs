@@ -70,6 +70,8 @@ pub struct StoredBlocks {
     pub block_size: BlockSize,
     /// One entry per hash, empty for a block without any; `None` where the engine leaves them out.
     pub extra_keys: Option<Vec<Vec<ExtraKey>>>,
+    /// Tokens behind each named block that its hash covers; `None` if it covers none.
+    pub lookahead: Option<Vec<Vec<u32>>>,
     pub lora_name: Option<Arc<str>>,
     pub medium: Medium,
     pub group: u32,

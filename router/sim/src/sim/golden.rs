@@ -126,7 +126,7 @@ fn replay(scenario: Scenario) {
                     max_tokens,
                     lora_name: lora.map(Into::into),
                     cache_salt: salt.map(Into::into),
-                    items: Vec::new(),
+                    ..EngineRequest::default()
                 };
                 engine.submit(request).unwrap();
             }

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use warmroute_proto::{BlockSize, PrefixHash};
+use warmroute_proto::{BlockCut, PrefixHash};
 
 use super::config::{EngineConfig, EventMode};
 use super::event::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlocks, engine_hash};
@@ -17,7 +17,7 @@ use super::request::EngineSequence;
 pub(super) struct EventJournal {
     mode: EventMode,
     life: u64,
-    block_size: BlockSize,
+    cut: BlockCut,
     groups: Vec<GroupState>,
     main: usize,
     pool: Vec<CacheEvent>,
@@ -41,7 +41,7 @@ impl EventJournal {
         Self {
             mode: config.events,
             life: config.life,
-            block_size: config.block_size,
+            cut: config.block_cut(),
             groups: config.groups.iter().map(group).collect(),
             main: config.main_group(),
             pool: Vec::new(),
@@ -137,7 +137,7 @@ impl EventJournal {
         group: usize,
         medium: Medium,
     ) -> StoredBlocks {
-        let size = self.block_size.tokens();
+        let size = self.cut.size.tokens();
         let named = first_named..covered.end;
         StoredBlocks {
             hashes: sequence.keys[named.clone()]
@@ -146,12 +146,16 @@ impl EventJournal {
                 .collect(),
             parent: sequence.parent_of(covered.start).map(|key| self.name(key)),
             tokens: sequence.tokens[covered.start * size..covered.end * size].to_vec(),
-            block_size: self.block_size,
+            block_size: self.cut.size,
             // vLLM's offload events leave the extra keys out.
             extra_keys: (medium == Medium::Gpu).then(|| {
-                named
-                    .map(|block| sequence.extra_keys(block, self.block_size))
-                    .collect()
+                let blocks = named.clone();
+                let keys = blocks.map(|block| sequence.extra_keys(block, self.cut));
+                keys.collect()
+            }),
+            lookahead: (self.cut.lookahead > 0).then(|| {
+                let tokens = named.map(|block| sequence.lookahead(block, self.cut).to_vec());
+                tokens.collect()
             }),
             lora_name: sequence.origin.lora_name.clone(),
             medium,
@@ -181,7 +185,7 @@ impl EventJournal {
     /// Blocks before a token that its window reaches into.
     fn window_blocks(&self, window: u32) -> usize {
         let before = window.saturating_sub(1) as usize;
-        before.div_ceil(self.block_size.tokens()).max(1)
+        before.div_ceil(self.cut.size.tokens()).max(1)
     }
 }
 

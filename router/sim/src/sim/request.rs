@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use warmroute_proto::hash::{PlacedItem, item_hash, items_within};
-use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed};
+use warmroute_proto::{BlockCut, LocalHash, PrefixHash, Seed};
 
 use super::event::{ExtraKey, mix};
 
@@ -17,6 +17,9 @@ pub struct EngineRequest {
     /// Number of generated tokens, unless the model's length ends them before.
     pub max_tokens: usize,
     pub lora_name: Option<Arc<str>>,
+    /// Where its adapter was loaded from, which the hashes of its blocks cover; empty for the first
+    /// such place.
+    pub lora_path: Arc<str>,
     pub cache_salt: Option<Arc<str>>,
     /// They follow each other.
     pub items: Vec<PlacedItem>,
@@ -46,7 +49,7 @@ pub enum FinishReason {
 
 /// A request in the scheduler.
 ///
-/// Invariants: `keys` has every whole block of `tokens`; `table` covers at least `computed` tokens
+/// Invariants: `keys` has every block of `tokens` that has a name; `table` covers at least `computed` tokens
 /// while running and is empty while waiting; the first `cached_blocks` of it are cached.
 pub(super) struct EngineSequence {
     pub(super) id: RequestId,
@@ -75,9 +78,13 @@ pub(super) struct Origin {
 }
 
 impl EngineSequence {
-    pub(super) fn new(id: RequestId, request: EngineRequest, block_size: BlockSize) -> Self {
+    pub(super) fn new(id: RequestId, request: EngineRequest, cut: BlockCut) -> Self {
+        let seed = Seed::new(request.lora_name.as_deref(), request.cache_salt.as_deref());
         let origin = Origin {
-            seed: Seed::new(request.lora_name.as_deref(), request.cache_salt.as_deref()),
+            seed: match request.lora_path.as_bytes() {
+                [] => seed,
+                path => seed.with_opaque(path),
+            },
             lora_name: request.lora_name.filter(|name| !name.is_empty()),
             cache_salt: request.cache_salt.filter(|salt| !salt.is_empty()),
             items: request.items,
@@ -88,7 +95,7 @@ impl EngineSequence {
             tokens: request.prompt,
             prompt_len,
             max_tokens: request.max_tokens,
-            keys: Vec::with_capacity(prompt_len / block_size.tokens()),
+            keys: Vec::with_capacity(cut.blocks(prompt_len)),
             table: Vec::new(),
             computed: 0,
             cached_blocks: 0,
@@ -97,8 +104,8 @@ impl EngineSequence {
             origin,
             tokens_mix: 0,
         };
-        sequence.name_whole_blocks(block_size);
-        sequence.tokens_mix = sequence.mix_of_tokens(block_size);
+        sequence.name_blocks(cut);
+        sequence.tokens_mix = sequence.mix_of_tokens(cut);
         sequence
     }
 
@@ -108,7 +115,7 @@ impl EngineSequence {
 
     /// Appends a token that depends only on the tokens before it, wherever the prompt ends: a prompt
     /// that ends with generated tokens is continued as the one that they were generated from.
-    pub(super) fn generate(&mut self, vocabulary: &[u32], block_size: BlockSize) -> u32 {
+    pub(super) fn generate(&mut self, vocabulary: &[u32], cut: BlockCut) -> u32 {
         let choices = vocabulary.len().max(1) as u64;
         #[expect(clippy::cast_possible_truncation, reason = "below the slice's length")]
         let token = vocabulary
@@ -116,9 +123,9 @@ impl EngineSequence {
             .copied()
             .unwrap_or(0);
         self.tokens.push(token);
-        if self.tokens.len().is_multiple_of(block_size.tokens()) {
-            self.name_whole_blocks(block_size);
-            self.tokens_mix = self.mix_of_tokens(block_size);
+        if self.keys.len() < cut.blocks(self.tokens.len()) {
+            self.name_blocks(cut);
+            self.tokens_mix = self.mix_of_tokens(cut);
         } else {
             self.tokens_mix = mix(self.tokens_mix ^ u64::from(token));
         }
@@ -129,19 +136,26 @@ impl EngineSequence {
         block.checked_sub(1).map(|before| self.keys[before])
     }
 
-    pub(super) fn extra_keys(&self, block: usize, block_size: BlockSize) -> Vec<ExtraKey> {
-        self.origin.extra_keys(block, block_size)
+    pub(super) fn extra_keys(&self, block: usize, cut: BlockCut) -> Vec<ExtraKey> {
+        self.origin.extra_keys(block, cut)
     }
 
-    fn name_whole_blocks(&mut self, block_size: BlockSize) {
-        let size = block_size.tokens();
-        for block in self.keys.len()..self.tokens.len() / size {
-            let tokens = &self.tokens[block * size..(block + 1) * size];
+    /// The tokens behind a named block that its name covers.
+    pub(super) fn lookahead(&self, block: usize, cut: BlockCut) -> &[u32] {
+        let end = (block + 1) * cut.size.tokens();
+        &self.tokens[end..end + cut.lookahead as usize]
+    }
+
+    fn name_blocks(&mut self, cut: BlockCut) {
+        let size = cut.size.tokens();
+        for block in self.keys.len()..cut.blocks(self.tokens.len()) {
+            let start = block * size;
+            let covered = start..start + cut.covered_tokens();
+            let tokens = &self.tokens[covered.clone()];
             let local = if self.origin.items.is_empty() {
                 LocalHash::of_block(tokens, &[], self.origin.seed)
             } else {
-                let start = block * size;
-                let items = items_within(&self.origin.items, start..start + size);
+                let items = items_within(&self.origin.items, covered);
                 let hash = |i: &PlacedItem| item_hash(&i.identifier, i.offset_from(start));
                 LocalHash::of_block(
                     tokens,
@@ -154,8 +168,8 @@ impl EngineSequence {
         }
     }
 
-    fn mix_of_tokens(&self, block_size: BlockSize) -> u64 {
-        let whole = self.keys.len() * block_size.tokens();
+    fn mix_of_tokens(&self, cut: BlockCut) -> u64 {
+        let whole = self.keys.len() * cut.size.tokens();
         let start = self.keys.last().map_or(self.origin.seed.0, |key| key.0);
         self.tokens[whole..]
             .iter()
@@ -164,12 +178,11 @@ impl EngineSequence {
 }
 
 impl Origin {
-    fn extra_keys(&self, block: usize, block_size: BlockSize) -> Vec<ExtraKey> {
-        let size = block_size.tokens();
+    fn extra_keys(&self, block: usize, cut: BlockCut) -> Vec<ExtraKey> {
         let mut keys = Vec::new();
         keys.extend(self.lora_name.clone().map(ExtraKey::Lora));
-        let start = block * size;
-        let items = items_within(&self.items, start..start + size);
+        let start = block * cut.size.tokens();
+        let items = items_within(&self.items, start..start + cut.covered_tokens());
         keys.extend(items.map(|item| ExtraKey::Item {
             identifier: Arc::clone(&item.identifier),
             offset: item.offset_from(start),

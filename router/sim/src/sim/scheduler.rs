@@ -263,7 +263,7 @@ impl StepScheduler {
             }
             sequence.computed += scheduled;
             if sequence.computed == sequence.tokens.len() {
-                let token = sequence.generate(&self.config.vocabulary, self.config.block_size);
+                let token = sequence.generate(&self.config.vocabulary, self.config.block_cut());
                 self.totals.generated_tokens += 1;
                 outcome.produced.push(Produced {
                     id: sequence.id,
@@ -297,8 +297,13 @@ impl StepScheduler {
         for sequence in &self.running {
             assert!(sequence.computed <= sequence.tokens.len());
             assert_eq!(sequence.table.len(), sequence.computed.div_ceil(size));
-            assert_eq!(sequence.cached_blocks, sequence.computed / size);
-            assert_eq!(sequence.keys.len(), sequence.tokens.len() / size);
+            let named = self.config.block_cut().blocks(sequence.tokens.len());
+            assert_eq!(sequence.keys.len(), named);
+            let filled = sequence.computed / size;
+            if self.config.lookahead == 0 {
+                assert_eq!(sequence.cached_blocks, filled);
+            }
+            assert!(sequence.cached_blocks <= filled.min(named));
         }
         assert!(
             self.waiting
@@ -314,7 +319,7 @@ impl Cache {
     /// hits its last block.
     fn find(&self, sequence: &EngineSequence, config: &EngineConfig) -> Hit {
         let blocks_max = (sequence.tokens.len() - 1) / config.block_size.tokens();
-        let keys = &sequence.keys[..blocks_max];
+        let keys = &sequence.keys[..blocks_max.min(sequence.keys.len())];
         let mut gpu: Vec<u32> = keys.iter().map_while(|&key| self.pool.find(key)).collect();
         gpu.truncate(self.journal.resume_point(&keys[..gpu.len()]));
         let cpu = self.offload.as_ref().map_or(0, |offload| {
@@ -372,7 +377,10 @@ impl Cache {
         }
         self.pool
             .take(missing, &mut sequence.table, &mut self.journal);
-        self.cache_filled(sequence, end / size);
+        // vLLM computes the last tokens again that drafts read beyond the next one.
+        let again = config.lookahead.saturating_sub(1) as usize;
+        let filled = end.saturating_sub(again) / size;
+        self.cache_filled(sequence, filled.min(sequence.keys.len()));
         Allocation::Done
     }
 

@@ -617,3 +617,44 @@ proptest! {
         prop_assert_eq!(outcomes(), outcomes());
     }
 }
+
+/// With EAGLE or MTP a block is cached once the tokens behind it are known, and found only before
+/// the same ones.
+#[test]
+fn a_block_with_a_lookahead_is_found_before_the_same_tokens_only() {
+    for (lookahead, ends_short, other_end) in [(0, 8, 12), (1, 8, 8), (3, 4, 8)] {
+        let mut engine = EngineModel::new(EngineConfig {
+            lookahead,
+            ..config(100)
+        });
+        let (events, cached) = run(&mut engine, request(0..15, 1));
+        assert_eq!(cached, 0);
+        for stored in stores(&events) {
+            let lists = stored.lookahead.as_deref().unwrap_or_default();
+            let named = if lookahead == 0 {
+                0
+            } else {
+                stored.hashes.len()
+            };
+            assert_eq!(lists.len(), named);
+            assert!(lists.iter().all(|list| list.len() == lookahead as usize));
+        }
+        let cut = engine.config().block_cut();
+        let prompt: Vec<u32> = (0..15).collect();
+        let names = hash::prompt_hashes(&prompt, cut, Seed::PLAIN);
+        assert!(names.iter().all(|&name| copies(&engine, name) == 1));
+        // The same prompt, one token behind the second block's end, and another token there.
+        assert_eq!(run(&mut engine, request(0..15, 1)).1, 12);
+        assert_eq!(
+            run(&mut engine, request(0..9, 1)).1,
+            ends_short,
+            "{lookahead}"
+        );
+        let other = (0..12).chain([99, 13, 14, 15]);
+        assert_eq!(
+            run(&mut engine, request(other, 1)).1,
+            other_end,
+            "{lookahead}"
+        );
+    }
+}

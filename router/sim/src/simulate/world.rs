@@ -550,5 +550,5 @@ impl SimWorld<'_> {
 }
 
 fn credited(decision: &Decision) -> u64 {
-    u64::from(decision.claim.blocks) * u64::from(decision.claim.block_tokens)
+    u64::from(decision.claim.blocks) * u64::from(decision.claim.block_tokens())
 }
