@@ -16,6 +16,9 @@ use crate::{
 /// Most sources in a page, at about 150 bytes each.
 pub const PAGE_SOURCES_MAX: u32 = 2000;
 
+/// Bytes at which a page of a view ends: half of what NATS accepts by default.
+pub const PAGE_BYTES_MAX: usize = 512 << 10;
+
 /// Asks an indexer replica for a page of its view.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ViewPageRequest {

@@ -37,9 +37,17 @@ const HOLD_DEADLINE: Duration = Duration::from_millis(200);
 /// twice.
 pub const HEDGE: Duration = Duration::from_millis(3);
 
-/// Most blocks in a query, so that it fits into a message of any server. What lies beyond is not
-/// credited.
+/// Most blocks in a query, so that it fits into a message of any server that passes the check at the
+/// start. What lies beyond is not credited.
 const BLOCKS_MAX: usize = 1 << 16;
+
+/// Bytes of a query besides its blocks.
+const QUERY_ROOM: usize = 256;
+
+/// Most blocks in a query of so many bytes.
+const fn blocks_within(bytes: usize) -> usize {
+    bytes.saturating_sub(QUERY_ROOM) / size_of::<LocalHash>()
+}
 
 #[derive(Debug, thiserror::Error)]
 pub enum IndexError {
@@ -83,8 +91,19 @@ impl IndexClient {
         Self { hedge, ..self }
     }
 
+    /// Asks for as many blocks as the server takes in one message.
     pub async fn ask(&self, blocks: &[LocalHash]) -> Result<IndexReply, IndexError> {
         let blocks = &blocks[..blocks.len().min(BLOCKS_MAX)];
+        match self.ask_any(blocks).await {
+            Err(IndexError::Plane(PlaneError::TooLarge { max, .. })) => {
+                let fitting = &blocks[..blocks.len().min(blocks_within(max))];
+                self.ask_any(fitting).await
+            }
+            reply => reply,
+        }
+    }
+
+    async fn ask_any(&self, blocks: &[LocalHash]) -> Result<IndexReply, IndexError> {
         let now = Instant::now().into_std();
         let picked = self.indexers().pick_two(now, &mut Rng::new());
         match picked {
@@ -168,6 +187,8 @@ impl IndexClient {
         };
         match &reply {
             Ok(_) => self.indexers().answered(id),
+            // It was not asked.
+            Err(IndexError::Plane(PlaneError::TooLarge { .. })) => {}
             Err(_) => self.indexers().late(id, Instant::now().into_std()),
         }
         reply

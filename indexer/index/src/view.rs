@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use warmroute_proto::query::{SourceState, unknown_label};
 use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
+use warmroute_proto::view::{
+    self, DigestView, PAGE_BYTES_MAX, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest,
+};
 use warmroute_proto::{EngineHealth, Source, WorkerId};
 
 use crate::fair_lock::FairReader;
@@ -17,9 +19,6 @@ use crate::tree::SourceNodes;
 
 /// Sources, or workers, that are read under one lock.
 const STEP: usize = 64;
-
-/// Bytes at which a page of a view ends: half of what NATS accepts by default.
-const PAGE_BYTES_MAX: usize = 512 << 10;
 
 /// Encoded bytes of a source in a view, without its worker's name.
 const SOURCE_BYTES: usize = 150;

@@ -350,3 +350,27 @@ async fn a_replica_of_an_earlier_version_gets_full_queries() {
     }
     stop.cancel();
 }
+
+/// A server whose limit was lowered costs the blocks beyond it, and no more.
+#[test]
+fn a_query_that_is_cut_to_a_limit_fits_it() {
+    for limit in [70_000, 65_536, 600 << 10] {
+        let blocks = vec![LocalHash(1); blocks_within(limit)];
+        let whole = codec::encode(&IndexQuery {
+            blocks: blocks.clone(),
+            at_least: Some(LogPosition(1)),
+        });
+        let holders = codec::encode(&HolderQuery {
+            blocks,
+            from: RosterNumber(0),
+            known: RosterPageRequest {
+                roster: RosterId(1),
+                since: 1,
+            },
+        });
+        for query in [whole.unwrap(), holders.unwrap()] {
+            assert!(query.len() <= limit && query.len() + 512 > limit, "{limit}");
+        }
+    }
+    assert_eq!(blocks_within(10), 0);
+}

@@ -60,6 +60,7 @@ pub(super) struct NatsCore {
     in_flight: Arc<Semaphore>,
     tasks: TaskTracker,
     runtime: Handle,
+    pub(super) stop: CancellationToken,
     /// Stops the tasks with the last user of the plane.
     _stop: DropGuard,
 }
@@ -159,6 +160,7 @@ impl NatsCore {
             queue_max,
             tokens: AtomicU64::new(0),
             in_flight: Arc::new(Semaphore::new(IN_FLIGHT_MAX)),
+            stop: stop.clone(),
             _stop: stop.clone().drop_guard(),
             inbox,
         };
@@ -198,10 +200,17 @@ impl NatsCore {
     pub(super) fn check_size(&self, payload: &Bytes) -> Result<(), PlaneError> {
         let max = self.payload_max();
         if payload.len() > max {
-            let bytes = payload.len();
-            return Err(PlaneError::TooLarge { bytes, max });
+            return Err(self.too_large(payload.len()));
         }
         Ok(())
+    }
+
+    fn too_large(&self, bytes: usize) -> PlaneError {
+        let max = self.payload_max();
+        if bytes <= MESSAGE_BYTES_MAX {
+            self.link.limit_exceeded(bytes, max);
+        }
+        PlaneError::TooLarge { bytes, max }
     }
 
     /// Sends a message that has no answer.
@@ -229,10 +238,7 @@ impl NatsCore {
             }
         };
         sent.map_err(|error| match error.kind() {
-            PublishErrorKind::MaxPayloadExceeded => PlaneError::TooLarge {
-                bytes,
-                max: self.payload_max(),
-            },
+            PublishErrorKind::MaxPayloadExceeded => self.too_large(bytes),
             PublishErrorKind::InvalidSubject | PublishErrorKind::Send => unavailable(error),
         })
     }

@@ -12,7 +12,10 @@ use async_nats::jetstream::stream::{
 
 use super::config::{InitConfig, SetupDifference};
 use warmroute_proto::codec::RECORD_BYTES_MAX;
+use warmroute_proto::load::{ANSWER_BYTES_MAX, FRAME_BYTES_MAX};
+use warmroute_proto::roster::PART_BYTES_MAX;
 use warmroute_proto::subject::{Subjects, encode_name};
+use warmroute_proto::view::PAGE_BYTES_MAX;
 use warmroute_proto::{Namespace, StreamIdentity};
 
 /// Metadata: the random half of a log's identity, 16 hex digits.
@@ -34,6 +37,27 @@ pub(super) const MARKER_TTL: Duration = Duration::from_secs(60);
 
 /// Entries are a few hundred bytes each.
 const REGISTRY_BYTES: i64 = 64 << 20;
+
+/// The smallest limit of a payload that takes every message which is not cut to that limit: a page
+/// or part and one row that crosses its end, with headers. A query of a million tokens in blocks of
+/// 16 fits too.
+const PAYLOAD_BYTES_MIN: usize = largest(&[
+    RECORD_BYTES_MAX,
+    FRAME_BYTES_MAX,
+    ANSWER_BYTES_MAX,
+    PART_BYTES_MAX,
+    PAGE_BYTES_MAX,
+]) + (64 << 10);
+
+const fn largest(sizes: &[usize]) -> usize {
+    match sizes {
+        [] => 0,
+        [first, rest @ ..] => {
+            let rest = largest(rest);
+            if *first > rest { *first } else { rest }
+        }
+    }
+}
 
 /// The first release with per-message TTL on every layer.
 const SERVER_MIN: (u64, u64) = (2, 11);
@@ -243,6 +267,8 @@ pub(super) fn stream_differences(
     faults.equal("max_msgs", &is.max_messages, &wanted.max_messages);
     let (per_subject, must_be) = (is.max_messages_per_subject, wanted.max_messages_per_subject);
     faults.equal("max_msgs_per_subject", &per_subject, &must_be);
+    // Each tail and each watch is a consumer.
+    faults.equal("max_consumers", &is.max_consumers, &wanted.max_consumers);
     faults.equal("allow_direct", &is.allow_direct, &wanted.allow_direct);
     faults.equal(
         "allow_msg_ttl",
@@ -293,9 +319,9 @@ pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<Setup
     if release < SERVER_MIN {
         faults.add("version", version, "2.11 or later");
     }
-    let must_be = RECORD_BYTES_MAX + 1024;
-    if max_payload < must_be {
-        faults.add("max_payload", max_payload, format!("at least {must_be}"));
+    if max_payload < PAYLOAD_BYTES_MIN {
+        let must_be = format!("at least {PAYLOAD_BYTES_MIN}");
+        faults.add("max_payload", max_payload, must_be);
     }
     faults.list
 }

@@ -34,6 +34,7 @@ pub(super) struct NatsLink {
     /// Up if the server is connected and no subscription is missing.
     usable: watch::Sender<Connection>,
     permissions: Mutex<RefusedPermissions>,
+    limit: Mutex<LimitRefresh>,
     /// Number of connections so far. Consumers are opened again when it grows.
     epoch: watch::Sender<u64>,
     /// Pending answers by token. Cleared at a disconnect: their answers are lost with the old
@@ -45,6 +46,45 @@ pub(super) struct NatsLink {
     inbox_messages: AtomicU64,
     /// The only trace of a missing permission.
     last_server_error: Mutex<String>,
+}
+
+/// Reconnects that read the server's limit of a payload again: the client learns it at a connection
+/// only, and it may have been raised since.
+#[derive(Debug)]
+struct LimitRefresh {
+    limit: usize,
+    is_due: bool,
+    next: Option<Instant>,
+    pause: Duration,
+}
+
+impl LimitRefresh {
+    const PAUSE: Duration = Duration::from_secs(60);
+    /// A limit that stays is that of the server.
+    const PAUSE_MAX: Duration = Duration::from_secs(3600);
+
+    const fn of(limit: usize) -> Self {
+        Self {
+            limit,
+            is_due: false,
+            next: None,
+            pause: Self::PAUSE,
+        }
+    }
+
+    /// A message exceeded the limit. Returns whether a reconnect became due.
+    fn exceeded(&mut self, limit: usize, now: Instant) -> bool {
+        if limit != self.limit {
+            *self = Self::of(limit);
+        }
+        let is_due = self.next.is_none_or(|next| now >= next);
+        if is_due {
+            self.is_due = true;
+            self.next = Some(now + self.pause);
+            self.pause = (self.pause * 2).min(Self::PAUSE_MAX);
+        }
+        is_due
+    }
 }
 
 /// Its permit is released with the answer, not when the requester reads it: a requester that sends
@@ -83,6 +123,7 @@ impl NatsLink {
             socket: watch::Sender::new(Connection::Down),
             usable: watch::Sender::new(Connection::Down),
             permissions: Mutex::new(RefusedPermissions::new(Instant::now())),
+            limit: Mutex::new(LimitRefresh::of(0)),
             epoch: watch::Sender::new(0),
             pending: Mutex::default(),
             statistics: OnceLock::new(),
@@ -154,7 +195,19 @@ impl NatsLink {
         }
         let reconnect = lock(&self.permissions).poll(Instant::now(), self.connects());
         self.publish_usable();
-        reconnect && self.is_up()
+        let is_limit_due = std::mem::take(&mut lock(&self.limit).is_due);
+        (reconnect || is_limit_due) && self.is_up()
+    }
+
+    /// A message of this process exceeds the server's limit, as the client knows it.
+    pub(super) fn limit_exceeded(&self, bytes: usize, limit: usize) {
+        if lock(&self.limit).exceeded(limit, Instant::now()) {
+            tracing::warn!(
+                bytes,
+                max_payload = limit,
+                "a message exceeds the server's max_payload: reconnecting to read it again; raise it"
+            );
+        }
     }
 
     /// The client tries again each second, forever: the credentials may become valid.

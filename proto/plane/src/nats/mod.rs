@@ -58,6 +58,7 @@ impl NatsPlane {
     pub async fn connect(config: NatsConfig) -> Result<Self, NatsError> {
         let core = setup::connect(config, RoundTrip::Stream).await?;
         setup::verify(&core, Sizes::Bounded).await?;
+        setup::keep_checked(&core);
         Ok(Self { core })
     }
 
@@ -66,6 +67,7 @@ impl NatsPlane {
     pub async fn init(config: NatsConfig, init: InitConfig) -> Result<Self, NatsError> {
         let core = setup::connect(config, RoundTrip::Stream).await?;
         setup::init(&core, &init).await?;
+        setup::keep_checked(&core);
         Ok(Self { core })
     }
 

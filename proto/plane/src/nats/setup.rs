@@ -3,11 +3,12 @@
 //! `connect` tries once and reports why it failed: the client's `retry_on_initial_connect` would
 //! hide a wrong password. After the first connection the client reconnects forever.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_nats::jetstream::stream::{Config, Info};
 use async_nats::{Client, ConnectError, ConnectErrorKind, ConnectOptions, ServerAddr};
+use tokio::time::{Instant, sleep};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::config::{
@@ -22,6 +23,13 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A connection that died silently is detected after three of these.
 const PING: Duration = Duration::from_secs(2);
+
+/// Between two checks of the set-up: seldom enough for thousands of processes, which ask for three
+/// streams each.
+const CHECK_EVERY: Duration = Duration::from_secs(60);
+
+/// Between two equal warnings of it.
+const WARN_EVERY: Duration = Duration::from_secs(3600);
 
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
@@ -140,6 +148,60 @@ pub(super) async fn verify(core: &NatsCore, sizes: Sizes<'_>) -> Result<(), Nats
     Err(NatsError::Mismatch(differences))
 }
 
+/// Checks the set-up while the plane is in use, as at the start: an operator's tool may change it.
+pub(super) fn keep_checked(core: &Arc<NatsCore>) {
+    let checks = check_now_and_then(Arc::downgrade(core));
+    core.spawn(core.stop.clone().run_until_cancelled_owned(checks));
+}
+
+async fn check_now_and_then(core: Weak<NatsCore>) {
+    let mut known = SetupWarnings::default();
+    loop {
+        sleep(CHECK_EVERY).await;
+        let Some(core) = core.upgrade() else {
+            return;
+        };
+        let mut differences = server_differences(&core);
+        match verify(&core, Sizes::Bounded).await {
+            Ok(()) => {}
+            Err(NatsError::Mismatch(of_streams)) => differences.extend(of_streams),
+            // Nothing is known without an answer.
+            Err(_) => continue,
+        }
+        if known.are_due(&differences, Instant::now()) {
+            for difference in &differences {
+                tracing::warn!(
+                    %difference,
+                    "the NATS set-up was changed and is not as required: set it back, or run `init`"
+                );
+            }
+            if differences.is_empty() {
+                tracing::info!("the NATS set-up is as required again");
+            }
+        }
+    }
+}
+
+/// The differences that were logged last.
+#[derive(Debug, Default)]
+struct SetupWarnings {
+    logged: Vec<SetupDifference>,
+    at: Option<Instant>,
+}
+
+impl SetupWarnings {
+    /// Whether to log these: they are others than before, or those of an hour ago.
+    fn are_due(&mut self, differences: &[SetupDifference], now: Instant) -> bool {
+        let is_old = self.at.is_some_and(|at| now >= at + WARN_EVERY);
+        let is_due = self.logged != differences || is_old && !differences.is_empty();
+        if is_due {
+            self.logged = differences.to_vec();
+            self.at = Some(now);
+        }
+        is_due
+    }
+}
+
 /// Creates missing streams, enlarges existing ones if asked to, and verifies all.
 pub(super) async fn init(core: &NatsCore, init: &InitConfig) -> Result<(), NatsError> {
     let differences: Vec<SetupDifference> = layout::init_differences(init);
@@ -213,6 +275,21 @@ mod tests {
             .map(|attempts| reconnect_delay(attempts).as_millis())
             .into();
         assert_eq!(delays, [0, 0, 20, 40, 640, 1000, 1000, 1000]);
+    }
+
+    #[test]
+    fn a_changed_set_up_is_warned_of_once_an_hour_and_its_end_is_logged() {
+        let mut warnings = SetupWarnings::default();
+        let start = Instant::now();
+        let after = |secs| start + Duration::from_secs(secs);
+        let changed = [layout::missing("wr_prod")];
+        assert!(!warnings.are_due(&[], after(60)));
+        assert!(warnings.are_due(&changed, after(120)));
+        assert!(!warnings.are_due(&changed, after(180)));
+        assert!(warnings.are_due(&changed, after(3720)));
+        assert!(!warnings.are_due(&changed, after(3780)));
+        assert!(warnings.are_due(&[], after(3840)));
+        assert!(!warnings.are_due(&[], after(9000)));
     }
 
     #[test]

@@ -45,6 +45,11 @@ fn every_wrong_field_is_named() {
     check("discard_new_per_subject", &|is| {
         is.discard_new_per_subject = true
     });
+    check("max_consumers", &|is| is.max_consumers = 8);
+    check("max_msgs_per_subject", &|is| {
+        is.max_messages_per_subject = 5
+    });
+    check("retention", &|is| is.retention = RetentionPolicy::WorkQueue);
     check("allow_msg_counter", &|is| is.allow_message_counter = true);
     check("persist_mode", &|is| {
         is.persist_mode = Some(PersistenceMode::Async);
@@ -104,6 +109,9 @@ fn old_servers_and_small_logs_are_refused() {
     check("2.9.10", false);
     check("", false);
     assert_eq!(server_differences("2.15.1", 4096).len(), 1);
+    // A page of an indexer's sources would not fit.
+    assert_eq!(server_differences("2.15.1", 512 << 10).len(), 1);
+    assert_eq!(server_differences("2.15.1", 600 << 10), []);
     let init = InitConfig::default();
     assert_eq!(init_differences(&init), []);
     let max_bytes = 0;

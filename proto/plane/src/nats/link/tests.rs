@@ -129,3 +129,26 @@ fn refusals_of_credentials_are_told_from_other_errors() {
     link.observe(Event::ClientError(ClientError::Other(text)));
     assert!(lock(&link.login_warned).is_some());
 }
+
+#[test]
+fn a_message_beyond_the_limit_reconnects_now_and_then_seldom() {
+    let mut refresh = LimitRefresh::of(0);
+    let start = Instant::now();
+    let mut due = |secs: u64, limit| refresh.exceeded(limit, start + Duration::from_secs(secs));
+    assert!(due(0, 1000));
+    assert!(!due(59, 1000));
+    assert!(due(60, 1000));
+    // The limit stays: the pause doubles.
+    assert!(!due(179, 1000));
+    assert!(due(180, 1000));
+    // Another limit is another case.
+    assert!(due(181, 2000));
+    let times = (0..100_000).filter(|&secs| due(1000 + secs, 2000));
+    assert!(times.count() < 40);
+    let (link, _) = connected();
+    assert!(!link.poll(State::Connected));
+    link.limit_exceeded(70_000, 65_536);
+    link.limit_exceeded(70_000, 65_536);
+    assert!(link.poll(State::Connected));
+    assert!(!link.poll(State::Connected));
+}
