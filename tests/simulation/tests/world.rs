@@ -633,8 +633,10 @@ rows! {
     paused_indexer: [PauseIndexer(0)];
     deaf_shim: [DeafShim(0), LoseTail];
     deaf_indexer: [DeafIndexer(0), DeafIndexer(0)];
-    /// Each event costs the source's blocks, and generations are limited in rate.
+    /// Such an event may have removed any block, until the engine clears its cache.
     unknown_events: [UnknownEvents(0), UnknownEvents(0)], forgets;
+    /// A block that no event stored is removed: others like it may be missing until a clear.
+    unknown_removals: [UnknownRemovals(0), UnknownRemovals(0)], forgets;
     /// One block hash for two prefixes, again and again: each costs the source's blocks.
     position_free_hashes: [PositionFreeHashes(0), PositionFreeHashes(0)], forgets;
     suspended_shim: [SuspendShim(0)];

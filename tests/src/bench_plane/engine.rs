@@ -69,6 +69,7 @@ impl Engine {
             tokens: tokens.clone(),
             block_size: self.block_size,
             extra_keys: None,
+            lookahead: None,
             lora_name: None,
             medium: Medium::Gpu,
             group: 0,

@@ -16,6 +16,7 @@ const ENGINES: Engines = Engines {
 };
 
 on_both_planes!(an_adapter_is_served_where_it_is_loaded_and_credited_by_its_name);
+on_both_planes!(an_adapter_loaded_again_from_another_path_has_credit_of_its_own);
 
 async fn an_adapter_is_served_where_it_is_loaded_and_credited_by_its_name(mode: Mode) {
     let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
@@ -81,9 +82,58 @@ async fn an_adapter_is_served_where_it_is_loaded_and_credited_by_its_name(mode: 
     );
 }
 
+/// The engine hashes the path, and events have the name only.
+async fn an_adapter_loaded_again_from_another_path_has_credit_of_its_own(mode: Mode) {
+    let one = Engines {
+        count: 1,
+        ..ENGINES
+    };
+    let fleet = Fleet::start(mode, one, Flags::default()).await;
+    let prompt = |topic: u32| -> Vec<u32> { (0..200).map(|at| topic + at * 7 % 150).collect() };
+    let load = async |path: &str| {
+        change_from(&fleet, 0, "load", "tuned", path).await;
+        until_served_by(&fleet, "tuned", &[0]).await;
+    };
+    let unload = async || {
+        change(&fleet, 0, "unload", "tuned").await;
+        until_served_by(&fleet, "tuned", &[]).await;
+    };
+    let assert_right = async |prompt: &[u32], cached: bool| {
+        let served = answered(&fleet, "tuned", prompt).await;
+        assert_eq!(served.overlap_blocks * BLOCK, served.cached_tokens);
+        assert_eq!(served.cached_tokens > 0, cached);
+    };
+    load("/a").await;
+    for topic in [100, 300] {
+        assert_right(&prompt(topic), false).await;
+        assert_right(&prompt(topic), true).await;
+    }
+    unload().await;
+    load("/b").await;
+    // The first answer shows the reload.
+    assert_eq!(
+        answered(&fleet, "tuned", &prompt(100)).await.cached_tokens,
+        0
+    );
+    assert_right(&prompt(100), true).await;
+    assert_right(&prompt(300), false).await;
+    unload().await;
+    load("/a").await;
+    // The engine finds its old blocks again; what it adds to them shows the path.
+    let longer = [prompt(100), prompt(500)].concat();
+    assert!(answered(&fleet, "tuned", &longer).await.cached_tokens > 0);
+    for topic in [100, 300] {
+        assert_right(&prompt(topic), true).await;
+    }
+}
+
 async fn change(fleet: &Fleet, engine: usize, what: &str, adapter: &str) {
+    change_from(fleet, engine, what, adapter, "/nowhere").await;
+}
+
+async fn change_from(fleet: &Fleet, engine: usize, what: &str, adapter: &str, path: &str) {
     let url = fleet.engine(engine, &format!("/v1/{what}_lora_adapter"));
-    let body = json!({"lora_name": adapter, "lora_path": "/nowhere"});
+    let body = json!({"lora_name": adapter, "lora_path": path});
     let answer = fleet.http.post(url).json(&body).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::OK);
 }

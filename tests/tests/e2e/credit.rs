@@ -16,6 +16,7 @@ const ENGINES: Engines = Engines {
 };
 
 on_both_planes!(sequential_credit_is_what_the_engine_reports);
+on_both_planes!(blocks_with_a_lookahead_are_credited_as_the_engine_finds_them);
 on_both_planes!(concurrent_requests_leave_equal_sets_and_no_slots);
 on_both_planes!(without_an_index_prompts_return_to_the_worker_that_computed_them);
 
@@ -35,6 +36,45 @@ async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
     );
     fleet.assert_indexed_is_true().await;
     fleet.until_idle().await;
+}
+
+/// Engines whose hashes cover the three tokens behind a block, as vLLM's with multi-module MTP.
+async fn blocks_with_a_lookahead_are_credited_as_the_engine_finds_them(mode: Mode) {
+    let engines = Engines {
+        flags: &["--profile", "instant", "--lookahead", "3"],
+        ..ENGINES
+    };
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
+    // An engine's first events show it.
+    for engine in 0..ENGINES.count {
+        let body = json!({"prompt": vec![7; 40], "max_tokens": 1});
+        let first = fleet.http.post(fleet.engine(engine, "/v1/completions"));
+        assert!(
+            first
+                .json(&body)
+                .send()
+                .await
+                .unwrap()
+                .status()
+                .is_success()
+        );
+    }
+    fleet
+        .until("every router knows the lookahead", async |fleet| {
+            for router in 0..fleet.routers.len() {
+                let shown = fleet.get(fleet.admin(router, "/workers")).await;
+                let mut workers = shown["workers"].as_array().unwrap().iter();
+                if !workers.all(|worker| worker["lookahead"] == 3) {
+                    return false;
+                }
+            }
+            true
+        })
+        .await;
+    fleet.until_indexed().await;
+    let (hits, _) = compare_credit(&fleet, 60).await;
+    assert!(hits > 0, "the requests share prefixes");
+    fleet.assert_indexed_is_true().await;
 }
 
 pub(crate) async fn compare_credit(fleet: &Fleet, requests: u32) -> (u64, u32) {

@@ -15,7 +15,8 @@ const ENGINES: Engines = Engines {
     flags: &["--profile", "instant"],
 };
 
-on_both_planes!(what_is_not_understood_costs_one_generation_and_no_later_credit);
+on_both_planes!(an_odd_event_costs_no_credit);
+on_both_planes!(a_payload_that_is_no_batch_costs_one_generation_and_no_later_credit);
 on_both_planes!(a_group_of_an_unknown_kind_ends_exact_and_no_request);
 on_both_planes!(an_engine_that_comes_back_without_metrics_is_unverified);
 on_both_planes!(a_message_without_a_sequence_number_costs_credit_until_the_next_with_one);
@@ -53,36 +54,62 @@ fn warnings(fleet: &Fleet, text: &str) -> usize {
     log.lines().filter(is_warning).count()
 }
 
-async fn what_is_not_understood_costs_one_generation_and_no_later_credit(mode: Mode) {
+/// An event that is not understood costs no block, and lowers the state until the next clear.
+async fn an_odd_event_costs_no_credit(mode: Mode) {
     let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
     let mut prompts = 0..;
-    for (message, name) in [
+    for (message, state, warning) in [
         (
             "unknown_event",
+            "unverified",
             "sent an unknown event type \"BlocksMoved\"",
         ),
-        ("unreadable_payload", "sent an unknown payload"),
+        (
+            "unknown_removal",
+            "partial",
+            "removed a block that it did not store",
+        ),
     ] {
         assert_credited(&fleet, &mut prompts, "exact").await;
         let before = generations(&fleet, &fleet.indexes()[0]).await;
+        let held = prompts.next().expect("endless");
+        complete(&fleet, held).await;
         publish(&fleet, message).await;
-        fleet
-            .until("every index has the new generation", async |fleet| {
-                for index in fleet.indexes() {
-                    if generations(fleet, &index).await == before {
-                        return false;
-                    }
-                }
-                true
-            })
-            .await;
-        assert_credited(&fleet, &mut prompts, "partial").await;
-        assert_eq!(warnings(&fleet, name), 1, "{name}");
+        fleet.until_indexed_as(&[state]).await;
+        let served = complete(&fleet, held).await;
+        assert_eq!((&*served.state, served.overlap_blocks), (state, BLOCKS));
+        assert_credited(&fleet, &mut prompts, state).await;
+        assert_eq!(generations(&fleet, &fleet.indexes()[0]).await, before);
+        assert_eq!(warnings(&fleet, warning), 1, "{warning}");
         let reset = fleet.http.post(fleet.engine(0, "/reset_prefix_cache"));
         assert!(reset.send().await.unwrap().status().is_success());
         assert_credited(&fleet, &mut prompts, "exact").await;
         fleet.assert_indexed_is_true().await;
     }
+}
+
+async fn a_payload_that_is_no_batch_costs_one_generation_and_no_later_credit(mode: Mode) {
+    let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
+    let mut prompts = 0..;
+    assert_credited(&fleet, &mut prompts, "exact").await;
+    let before = generations(&fleet, &fleet.indexes()[0]).await;
+    publish(&fleet, "unreadable_payload").await;
+    fleet
+        .until("every index has the new generation", async |fleet| {
+            for index in fleet.indexes() {
+                if generations(fleet, &index).await == before {
+                    return false;
+                }
+            }
+            true
+        })
+        .await;
+    assert_credited(&fleet, &mut prompts, "partial").await;
+    assert_eq!(warnings(&fleet, "sent an unknown payload"), 1);
+    let reset = fleet.http.post(fleet.engine(0, "/reset_prefix_cache"));
+    assert!(reset.send().await.unwrap().status().is_success());
+    assert_credited(&fleet, &mut prompts, "exact").await;
+    fleet.assert_indexed_is_true().await;
 }
 
 async fn a_message_without_a_sequence_number_costs_credit_until_the_next_with_one(mode: Mode) {

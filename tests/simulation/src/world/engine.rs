@@ -45,6 +45,7 @@ pub(super) struct EngineNode {
     pub(super) is_reset: bool,
     /// Until then its batches have events of an unknown type.
     pub(super) unknown_until: At,
+    pub(super) unknown_removals_until: At,
     /// Until then each of its batches gives one block hash to two prefixes.
     pub(super) position_free_until: At,
     /// Requests that came from routers.
@@ -90,6 +91,7 @@ impl EngineNode {
             past: Vec::new(),
             is_reset: false,
             unknown_until: Duration::ZERO,
+            unknown_removals_until: Duration::ZERO,
             position_free_until: Duration::ZERO,
             guests: BTreeMap::new(),
         }

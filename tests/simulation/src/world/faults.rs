@@ -91,6 +91,7 @@ pub enum Fault {
     DeafIndexer(usize),
     /// An engine of a later version: events of a type that is not known here.
     UnknownEvents(usize),
+    UnknownRemovals(usize),
     /// An engine whose block hashes have no position: one hash for two prefixes.
     PositionFreeHashes(usize),
 }
@@ -452,6 +453,7 @@ impl World {
             Fault::DeafShim(at) => self.deafen(self.shims[at].host),
             Fault::DeafIndexer(at) => self.deafen(self.indexers[at].host),
             Fault::UnknownEvents(at) => self.publish_unknown_events(at),
+            Fault::UnknownRemovals(at) => self.publish_unknown_removals(at),
             Fault::PositionFreeHashes(at) => self.repeat_block_hashes(at),
             Fault::RefuseRecords(at) => self.impair_log(Some(at), Impairment::Refuses),
             Fault::LoseAcks(at) => self.impair_log(Some(at), Impairment::LosesAnswers),

@@ -172,7 +172,7 @@ impl Life {
             return None;
         }
         let (prompt, seed) = &self.prompts[rng.usize(0..self.prompts.len())];
-        Some(local_hashes(prompt, self.config.block_size, *seed))
+        Some(local_hashes(prompt, self.config.block_cut(), *seed))
     }
 
     /// Numbers a batch and notes the truth after it.
@@ -234,7 +234,7 @@ pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Opt
         max_tokens,
         lora_name: lora.map(Arc::from),
         cache_salt: salt.map(Arc::from),
-        items: Vec::new(),
+        ..EngineRequest::default()
     })
 }
 
@@ -259,6 +259,16 @@ pub fn draw_config(rng: &mut Rng, groups: DrawnGroups) -> EngineConfig {
         config.groups = vec![sliding, sliding, GroupKind::FullAttention];
     }
     config
+}
+
+/// The lookahead of a drawn engine: half of those without a CPU tier have some, by a stream of its
+/// own, so that everything else remains that of the seed. vLLM has none with a CPU tier.
+pub fn draw_lookahead(config: &mut EngineConfig, seed: u64) {
+    let mut rng = Rng::with_seed(seed ^ 0x1007_A4EA);
+    if config.cpu_blocks == 0 && rng.bool() {
+        let size = u32::try_from(config.block_size.tokens()).unwrap_or(u32::MAX);
+        config.lookahead = rng.u32(1..4).min(size);
+    }
 }
 
 const fn tier_of(medium: Medium) -> Tier {

@@ -236,6 +236,14 @@ fn block(event: &Value, index: usize, tokens: &[u32], parent: Option<String>) ->
         .iter()
         .flat_map(|token| token.to_le_bytes())
         .collect();
+    // Of vLLM with EAGLE or MTP: the tokens behind the block are a part of its name.
+    for token in event["lookahead_token_ids"]
+        .get(index)
+        .map_or(&[][..], list)
+    {
+        let token = u32::try_from(token.as_u64().expect("a token")).expect("32 bits");
+        bytes.extend(token.to_le_bytes());
+    }
     let lora = event["lora_name"].as_str().map(str::to_owned);
     // SGLang has it in the event, vLLM in the extra keys.
     let mut salt = event["cache_salt"].as_str().map(str::to_owned);

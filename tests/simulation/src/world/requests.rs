@@ -167,7 +167,8 @@ impl World {
             return;
         };
         let (lora, salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
-        let prompt = Prompt::new(&request.prompt, size, Seed::new(lora, salt));
+        let cut = self.engines[engine].life.config.block_cut();
+        let prompt = Prompt::new(&request.prompt, cut, Seed::new(lora, salt));
         let request = Arc::new(ClientRequest {
             request,
             prompt: Arc::new(prompt),
@@ -470,8 +471,8 @@ impl World {
                 disk: credited(part.states.disk, part.run.disk),
             };
             let engine = &self.engines[self.worker(&source).unwrap()];
-            let of_its_size = engine.life.config.block_size == prompt.block_size();
-            let credit_max = if of_its_size { prompt.credit_max() } else { 0 };
+            let is_cut_alike = engine.life.config.block_cut() == prompt.block_cut();
+            let credit_max = if is_cut_alike { prompt.credit_max() } else { 0 };
             let right = capped(said, credit_max);
             let is_right = by_index == right || !has_credit && terms.state >= SourceState::Stale;
             if !is_right || terms.state < part.states.gpu {

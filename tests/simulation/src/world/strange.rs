@@ -21,6 +21,8 @@ const UNKNOWN_EVENT: &[u8] = b"\x81\xa4type\xabBlockFuture";
 const EVENTS_AT: usize = 10;
 /// The hash that an engine with position-free hashes gives twice.
 const REPEATED_HASH: EngineHash = EngineHash(u64::MAX);
+/// The hash of a block that is removed and was never stored.
+const UNKNOWN_HASH: EngineHash = EngineHash(u64::MAX - 1);
 
 impl World {
     /// In a quarter of the stormy worlds, at moments of their own.
@@ -50,6 +52,11 @@ impl World {
             let after = Duration::from_millis(rng.u64(2_000..storm));
             self.plan(after, Event::Fault(Fault::SlowStore));
         }
+        if rng.u8(0..2) == 0 {
+            let worker = rng.usize(0..self.rates.workers);
+            let after = Duration::from_millis(rng.u64(2_000..storm));
+            self.plan(after, Event::Fault(Fault::UnknownRemovals(worker)));
+        }
     }
 
     /// For seconds, every batch of the engine has an event of an unknown type.
@@ -57,6 +64,14 @@ impl World {
         let lasts = self.millis(500..6_000);
         self.fault_lasts(lasts);
         self.engines[worker].unknown_until = self.now + lasts;
+        self.engines[worker].is_up
+    }
+
+    /// For seconds, every batch of the engine removes a block that no event stored.
+    pub(super) fn publish_unknown_removals(&mut self, worker: usize) -> bool {
+        let lasts = self.millis(500..6_000);
+        self.fault_lasts(lasts);
+        self.engines[worker].unknown_removals_until = self.now + lasts;
         self.engines[worker].is_up
     }
 
@@ -75,6 +90,11 @@ impl World {
             let batch = &mut engine.life.batches[seq];
             *batch = with_events(batch, 1, UNKNOWN_EVENT);
             engine.life.is_strange = true;
+        }
+        if self.now < engine.unknown_removals_until {
+            let removal = removal_of(&engine.life, UNKNOWN_HASH);
+            let batch = &mut engine.life.batches[seq];
+            *batch = with_events(batch, 1, &removal);
         }
         if self.now < engine.position_free_until {
             let stores = one_hash_for_two_prefixes(&engine.life);
@@ -147,12 +167,35 @@ fn with_events(batch: &[u8], count: u32, added: &[u8]) -> Bytes {
     bytes.into()
 }
 
+/// The removal of a block of the main group, encoded.
+fn removal_of(life: &Life, hash: EngineHash) -> Vec<u8> {
+    encoded(
+        life,
+        &[CacheEvent::Removed {
+            hash,
+            medium: Medium::Gpu,
+            group: main_group(life),
+        }],
+    )
+}
+
+fn main_group(life: &Life) -> u32 {
+    let mut groups = life.config.groups.iter();
+    let group = groups.position(|kind| *kind == GroupKind::FullAttention);
+    u32::try_from(group.unwrap()).unwrap()
+}
+
+/// Events as they stand in a batch: without the array's header, and the rank after it.
+fn encoded(life: &Life, events: &[CacheEvent]) -> Vec<u8> {
+    let batch = life.encoder.encode(0.0, events).unwrap();
+    batch[EVENTS_AT + 1..batch.len() - 1].to_vec()
+}
+
 /// Two stores of one block hash, encoded: the block's tokens differ.
 fn one_hash_for_two_prefixes(life: &Life) -> Vec<u8> {
     let block_size = life.config.block_size;
-    let groups = &life.config.groups;
     let full = GroupKind::FullAttention;
-    let group = groups.iter().position(|kind| *kind == full).unwrap();
+    let behind = life.config.lookahead as usize;
     let store = |token: u32| {
         CacheEvent::Stored(StoredBlocks {
             hashes: vec![REPEATED_HASH],
@@ -160,13 +203,12 @@ fn one_hash_for_two_prefixes(life: &Life) -> Vec<u8> {
             tokens: vec![token; block_size.tokens()],
             block_size,
             extra_keys: None,
+            lookahead: (behind > 0).then(|| vec![vec![0; behind]]),
             lora_name: None,
             medium: Medium::Gpu,
-            group: u32::try_from(group).unwrap(),
+            group: main_group(life),
             kind: full,
         })
     };
-    let batch = life.encoder.encode(0.0, &[store(1), store(2)]).unwrap();
-    // Without the array's header, and the rank after it.
-    batch[EVENTS_AT + 1..batch.len() - 1].to_vec()
+    encoded(life, &[store(1), store(2)])
 }

@@ -8,7 +8,7 @@ use fastrand::Rng;
 use warmroute_mock_engine::HashMode;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
-use warmroute_simulation::world::life::{DrawnGroups, Life, Told, draw_config};
+use warmroute_simulation::world::life::{DrawnGroups, Life, Told, draw_config, draw_lookahead};
 use warmroute_simulation::world::model::{Pair, gpu_run};
 
 /// A consumer that follows an engine over the wire and claims what it holds.
@@ -107,6 +107,7 @@ impl World {
         } else {
             10_000
         };
+        draw_lookahead(&mut config, seed);
         config.life = seed;
         let mut engine = Life::new(config, hash_mode, Told::Twice);
         engine.buffer = buffer;
