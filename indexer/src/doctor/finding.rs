@@ -137,8 +137,8 @@ codes! {
          warmroute_shim_resyncs_total name the reason; undecodable or two_prefixes: its engine's \
          events, not NATS";
     SourcePartial = "source_partial", Warning,
-        "blocks from before the shim's start, or from before an event that it cannot read (its log \
-         names the type), are missing: give the shim --state-dir, and clear the engine's cache \
+        "blocks from before the shim's start, or of an event that it cannot read or did not see (its \
+         log names it), are missing: give the shim --state-dir, and clear the engine's cache \
          once (POST /reset_prefix_cache) or restart it";
     StreamResized = "stream_resized", Warning,
         "a stream differs from what `init` made: set it back with `nats stream edit`, or write \
@@ -188,7 +188,8 @@ codes! {
     SourceUnverified = "source_unverified", Note,
         "credited, but losses cannot be seen: give the engine a replay_endpoint in \
          --kv-events-config; or its attention is such that a hit cannot be computed from events: \
-         the shim's log names what to assume. For seconds after a reset of the engine's cache no \
+         the shim's log names what to assume; or it sent an event of an unknown type, which a clear of \
+         its cache ends. For seconds after a reset of the engine's cache no \
          action is needed";
     TierUnverified = "tier_unverified", Note,
         "credited, but its connector is not known to publish removals: the shim's log names what \
