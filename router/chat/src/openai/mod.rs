@@ -32,7 +32,7 @@ pub use request::{
     OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse, parse_admitted,
 };
 pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};
-pub use sse::{SseEvent, SseSplitter, StreamObserver};
+pub use sse::{SseEvent, SseSplitter, StreamObserver, is_error};
 pub use usage::TokenUsage;
 
 pub(crate) use chat::outside_strings;

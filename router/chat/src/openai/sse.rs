@@ -33,6 +33,9 @@ const LAST_EVENTS: [&[u8]; 4] = [
     b"response.failed",
 ];
 
+/// Events that say that the answer failed.
+const ERROR_EVENTS: [&[u8]; 2] = [b"error", b"response.failed"];
+
 /// Searched in every event: preparing the search takes longer than the search.
 static USAGE_KEY: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
 
@@ -219,6 +222,9 @@ struct StreamTotals {
     output_chunks: u64,
     usage: Option<TokenUsage>,
     done: bool,
+    failed: bool,
+    /// Events and comments that are neither output nor sent before the first token.
+    others: u64,
 }
 
 impl StreamObserver {
@@ -245,6 +251,17 @@ impl StreamObserver {
         self.seen.usage
     }
 
+    /// Whether the engine has reported an error in the stream.
+    pub fn failed(&self) -> bool {
+        self.seen.failed
+    }
+
+    /// Whether nothing has come but the beginning of an answer without output.
+    pub fn is_at_start(&self) -> bool {
+        let seen = &self.seen;
+        seen.output_chunks == 0 && seen.others == 0 && !seen.failed && !seen.done
+    }
+
     /// Whether the stream is complete (`[DONE]`).
     pub fn done(&self) -> bool {
         self.seen.done
@@ -261,9 +278,16 @@ impl StreamTotals {
         if name.is_some_and(|name| LAST_EVENTS.contains(&name)) {
             self.done = true;
         }
-        let Some(data) = data else { return };
+        let Some(data) = data else {
+            self.others += 1;
+            return;
+        };
         if data.as_ref() == b"[DONE]" {
             self.done = true;
+            return;
+        }
+        if name.is_some_and(|name| ERROR_EVENTS.contains(&name)) || is_error(&data) {
+            self.failed = true;
             return;
         }
         // Generated text has its quotation marks escaped, so these bytes are a key or a whole string.
@@ -272,14 +296,38 @@ impl StreamTotals {
         {
             self.usage = Some(usage);
             if usage::has_no_choices(&data) {
+                self.others += 1;
                 return;
             }
         }
-        let is_early = name.is_some_and(|name| EARLY_EVENTS.contains(&name));
-        if !is_early && !data.starts_with(br#"{"error""#) {
+        if name.is_some_and(|name| EARLY_EVENTS.contains(&name)) {
+            self.others += u64::from(name == Some(b"ping"));
+        } else {
             self.output_chunks += 1;
         }
     }
+}
+
+/// Whether JSON is an error in place of an answer, by its first member: engines write
+/// `{"error":{…}}`, `{"object":"error",…}` or `{"type":"error",…}`. The value of `error` in an
+/// answer's own fields is null.
+pub fn is_error(json: &[u8]) -> bool {
+    let rest = json.trim_ascii_start();
+    let Some(rest) = rest.strip_prefix(b"{").map(<[u8]>::trim_ascii_start) else {
+        return false;
+    };
+    let value_of = |name: &[u8]| {
+        let rest = rest.strip_prefix(name)?.trim_ascii_start();
+        Some(rest.strip_prefix(b":")?.trim_ascii_start())
+    };
+    let names_error = |value: &[u8]| {
+        [&br#""error""#[..], br#""response.failed""#]
+            .iter()
+            .any(|name| value.starts_with(name))
+    };
+    let kind = value_of(br#""object""#).or_else(|| value_of(br#""type""#));
+    kind.is_some_and(names_error)
+        || value_of(br#""error""#).is_some_and(|value| !value.starts_with(b"null"))
 }
 
 #[cfg(test)]

@@ -108,6 +108,53 @@ fn chunks_with_usage_count_as_output() {
 }
 
 #[test]
+fn errors_of_all_forms_are_no_output() {
+    for event in [
+        &b"data: {\"error\":{\"message\":\"x\"}}"[..],
+        b"data: { \"error\" : \"x\" }",
+        b"data: {\"object\":\"error\",\"message\":\"x\"}",
+        b"event: error\ndata: {\"type\":\"error\",\"error\":{}}",
+        b"data: {\"type\": \"error\", \"code\":\"x\"}",
+        b"event: response.failed\ndata: {\"type\":\"response.failed\"}",
+        b"event: error\ndata: x",
+    ] {
+        let mut stream = StreamObserver::default();
+        assert!(!stream.push(&[event, b"\n\n"].concat()));
+        assert!(stream.failed() && !stream.is_at_start());
+        assert_eq!(stream.output_chunks(), 0);
+    }
+    for event in [
+        &b"data: {\"id\":\"error\",\"error\":null}"[..],
+        b"data: {\"error\":null,\"choices\":[]}",
+        b"data: {\"choices\":[{\"text\":\"{\\\"error\\\":1}\"}]}",
+        b"data: {\"type\":\"content_block_delta\"}",
+    ] {
+        let mut stream = StreamObserver::default();
+        assert!(stream.push(&[event, b"\n\n"].concat()));
+        assert!(!stream.failed());
+    }
+}
+
+#[test]
+fn a_stream_is_at_its_start_until_its_first_output_or_anything_that_clients_wait_for() {
+    let mut stream = StreamObserver::default();
+    stream.push(b"event: response.created\ndata: {}\n\nevent: response.in_progress\n");
+    stream.push(b"data: {}\n\ndata: {\"cho");
+    assert!(stream.is_at_start());
+    stream.push(b"ices\":[{}]}\n\n");
+    assert!(!stream.is_at_start());
+    for other in [
+        &b": keep-alive\n\n"[..],
+        b"event: ping\ndata: {}\n\n",
+        b"data: [DONE]\n\n",
+    ] {
+        let mut stream = StreamObserver::default();
+        stream.push(other);
+        assert!(!stream.is_at_start());
+    }
+}
+
+#[test]
 fn a_line_that_never_ends_needs_bounded_memory() {
     let mut splitter = SseSplitter::default();
     let mut events = Vec::new();
