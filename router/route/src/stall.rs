@@ -1,9 +1,18 @@
-//! Sources that accept requests and return no first token.
+//! Sources that accept requests and compute nothing.
 //!
-//! A request whose first token is far later than predicted stalls its source for a while. Each
-//! further stall without a first token lasts twice as long. After a stall one request probes the
-//! source; any first token ends the stall. This detects hung and overloaded engines whose health
-//! check succeeds. A slow source costs more instead ([`super::slowness`]).
+//! A request *waits* at its source until its first token, or until its end if it is not streamed.
+//! A first token, generated blocks and a completed answer are *progress* of the source: an engine
+//! that makes any is alive, however slow. A waiting request is overdue once its source has made no
+//! progress for the request's patience, which is derived from what was learned of times there.
+//!
+//! * A stream without a first token stalls its source when it is overdue.
+//! * The duration of an answer that is not streamed is not predictable: [`PILE_MIN`] waiting
+//!   requests that were sent over at least [`PILE_SPAN`] must pile up too.
+//!
+//! A stalled source gets no requests for a pause, then one probe at a time, and twice as many
+//! after each progress. A probe that is overdue stalls it again, for up to [`PAUSE_MAX`].
+//! Progress of any of its requests ends the pause. A slow source costs more instead
+//! ([`super::slowness`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -11,60 +20,205 @@ use std::time::{Duration, Instant};
 use super::source_table::{PerSource, SourceId};
 
 /// Predictions are wrong by a factor of two or three when other requests are preempted.
-const FACTOR: u32 = 10;
+const FACTOR: f64 = 10.0;
+
+/// Multiple of the longest overrun of a prediction seen recently that is still no stall.
+const OVERRUN_FACTOR: f64 = 3.0;
+
+/// Larger overruns of predictions are not learned.
+const OVERRUN_MAX: f64 = 100.0;
+
+/// The longest overrun seen decays by half in this time.
+const OVERRUN_HALF_LIFE: Duration = Duration::from_secs(60);
+
+/// Multiple of the mean duration of answers.
+const ANSWER_FACTOR: f64 = 5.0;
+
+/// Weight of a new duration in the mean.
+const ANSWER_ALPHA: f64 = 0.1;
 
 /// Pauses for compilation or weights take seconds.
 const PATIENCE_MIN: Duration = Duration::from_secs(5);
 
-const STALL_FIRST: Duration = Duration::from_secs(5);
+/// While no source has answered any request: the fleet may be slow.
+const PATIENCE_UNLEARNED: Duration = Duration::from_secs(30);
 
-/// Doublings of the first stall: 5, 10, 20, 40, 80 s.
-const DOUBLINGS_MAX: u32 = 4;
+const PATIENCE_MAX: Duration = Duration::from_secs(3600);
+
+/// Waiting requests, of which one is overdue, that stall a source without streams.
+const PILE_MIN: usize = 4;
+
+/// Between the first and the last of them: requests that one client sends together may all be long.
+const PILE_SPAN: Duration = Duration::from_secs(1);
+
+/// Time until an overdue request is looked at again.
+const RECHECK: Duration = Duration::from_millis(500);
+
+/// The first pause and the longest one.
+const PAUSE: Duration = Duration::from_secs(5);
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+
+/// Probes at a time, of which the progress of one ends the probing.
+const PROBES_MAX: usize = 8;
 
 #[derive(Clone, Debug, Default)]
 pub struct StallDetector {
-    sources: PerSource<SourceStall>,
-    waiting: BTreeMap<u64, AwaitedFirstToken>,
+    sources: PerSource<SourceWatch>,
+    waiting: BTreeMap<u64, WaitingRequest>,
     deadlines: BTreeSet<(Instant, u64)>,
+    /// Mean duration of answers that are not streamed, of all sources.
+    answer_secs: Option<f64>,
+    /// Some source has made progress.
+    is_learned: bool,
     count: u64,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct SourceStall {
-    until: Option<Instant>,
-    /// Stalls since the last first token.
-    in_a_row: u32,
+#[derive(Clone, Debug, Default)]
+struct SourceWatch {
+    state: StallState,
+    /// The number of the last stall, and its time.
+    stall: u64,
+    stalled: Option<Instant>,
+    /// The last pause; zero if there was none since the source was live.
+    pause: Duration,
+    progressed: Option<Instant>,
+    /// Waiting requests, in the order in which they were sent.
+    waiting: BTreeMap<u64, Instant>,
+    /// Longest observed over predicted time to first token, as of a time.
+    overrun: Option<(f64, Instant)>,
+    /// Mean duration of answers that are not streamed.
+    answer_secs: Option<f64>,
+}
+
+#[derive(Clone, Debug, Default)]
+enum StallState {
+    #[default]
+    Live,
+    Stalled {
+        until: Instant,
+    },
+    Probing {
+        admitted: usize,
+        probes: BTreeSet<u64>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Awaited {
+    FirstToken,
+    End,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct AwaitedFirstToken {
+struct WaitingRequest {
     source: SourceId,
-    deadline: Instant,
+    sent: Instant,
+    predicted: Duration,
+    awaited: Awaited,
+    /// `None`: it was overdue at a stall, and stalls its source no second time.
+    deadline: Option<Instant>,
 }
 
 impl StallDetector {
     /// Registers a request with its predicted time to first token.
     pub fn sent(&mut self, counter: u64, source: SourceId, predicted: Duration, now: Instant) {
-        let patience = predicted.saturating_mul(FACTOR).max(PATIENCE_MIN);
-        let Some(deadline) = now.checked_add(patience) else {
-            return;
-        };
         self.forget(counter);
-        self.waiting
-            .insert(counter, AwaitedFirstToken { source, deadline });
-        self.deadlines.insert((deadline, counter));
+        let watch = self.sources.get_mut(source);
+        watch.waiting.insert(counter, now);
+        watch.begin_probes(now);
+        if let StallState::Probing { probes, .. } = &mut watch.state {
+            probes.insert(counter);
+        }
+        let request = WaitingRequest {
+            source,
+            sent: now,
+            predicted,
+            awaited: Awaited::FirstToken,
+            deadline: None,
+        };
+        self.waiting.insert(counter, request);
+        self.set_deadline(counter, now + self.patience(&request, now));
     }
 
-    /// Registers a first token, which ends the stall.
-    pub fn first_token(&mut self, counter: u64) {
-        if let Some(waiting) = self.forget(counter) {
-            self.answered(waiting);
+    /// The answer is not streamed: nothing is seen of it before its end.
+    pub fn not_streamed(&mut self, counter: u64, now: Instant) {
+        let Some(request) = self.waiting.get_mut(&counter) else {
+            return;
+        };
+        request.awaited = Awaited::End;
+        let request = *request;
+        if request.deadline.is_some() {
+            self.set_deadline(counter, request.sent + self.patience(&request, now));
         }
     }
 
-    /// The request ended, or its first token will not be seen.
+    /// A first token, or the whole answer of a request that is not streamed. Returns whether it
+    /// ended a stall.
+    pub fn answered(&mut self, counter: u64, now: Instant) -> bool {
+        let Some(request) = self.forget(counter) else {
+            return false;
+        };
+        let elapsed = now.saturating_duration_since(request.sent).as_secs_f64();
+        let watch = self.sources.get_mut(request.source);
+        // Times at a source that does not work say nothing of one that does.
+        let is_live = matches!(watch.state, StallState::Live)
+            && watch.stalled.is_none_or(|stalled| request.sent > stalled);
+        match request.awaited {
+            Awaited::FirstToken if is_live => {
+                let ratio = elapsed / request.predicted.as_secs_f64().max(1e-3);
+                let longest = watch.overrun(now).max(ratio.min(OVERRUN_MAX));
+                watch.overrun = Some((longest, now));
+            }
+            Awaited::End if is_live => {
+                watch.answer_secs = Some(averaged(watch.answer_secs, elapsed));
+                self.answer_secs = Some(averaged(self.answer_secs, elapsed));
+            }
+            Awaited::FirstToken | Awaited::End => {}
+        }
+        self.progressed(request.source, now)
+    }
+
+    /// The source of a waiting request.
+    #[must_use]
+    pub fn source_of(&self, counter: u64) -> Option<SourceId> {
+        self.waiting.get(&counter).map(|request| request.source)
+    }
+
+    /// The source computes. Returns whether this ended a stall.
+    pub fn progressed(&mut self, source: SourceId, now: Instant) -> bool {
+        self.is_learned = true;
+        let watch = self.sources.get_mut(source);
+        watch.progressed = Some(now);
+        let is_over = match &mut watch.state {
+            StallState::Live => false,
+            StallState::Stalled { .. } => {
+                watch.state = StallState::Probing {
+                    admitted: 2,
+                    probes: BTreeSet::new(),
+                };
+                false
+            }
+            StallState::Probing { admitted, .. } => {
+                *admitted *= 2;
+                *admitted > PROBES_MAX
+            }
+        };
+        if is_over {
+            watch.state = StallState::Live;
+            watch.pause = Duration::ZERO;
+        }
+        is_over
+    }
+
+    /// The request ended without an answer of the engine.
     pub fn ended(&mut self, counter: u64) {
         self.forget(counter);
+    }
+
+    /// The source's engine restarted.
+    pub fn restarted(&mut self, source: SourceId) {
+        let watch = self.sources.get_mut(source);
+        (watch.state, watch.pause) = (StallState::Live, Duration::ZERO);
     }
 
     /// Processes deadlines. Call it before [`Self::is_stalled`].
@@ -74,24 +228,33 @@ impl StallDetector {
                 return;
             }
             self.deadlines.pop_first();
-            // It stays in `waiting`: its first token still ends the stall.
-            if let Some(waiting) = self.waiting.get(&counter) {
-                let source = self.sources.get_mut(waiting.source);
-                // Requests of one stall count once.
-                if source.until.is_none_or(|until| until <= deadline) {
-                    let length = STALL_FIRST * 2_u32.pow(source.in_a_row.min(DOUBLINGS_MAX));
-                    source.until = deadline.checked_add(length);
-                    source.in_a_row = source.in_a_row.saturating_add(1);
-                    self.count += 1;
-                }
+            let next = self.judge(counter, deadline, now);
+            if let Some(request) = self.waiting.get_mut(&counter) {
+                request.deadline = None;
+            }
+            if let Some(next) = next {
+                self.set_deadline(counter, next);
             }
         }
     }
 
+    /// Whether new requests are for other sources: it is stalled, or its probes are on their way.
     #[must_use]
     pub fn is_stalled(&self, source: SourceId, now: Instant) -> bool {
-        let stall = self.sources.get(source).copied().unwrap_or_default();
-        stall.until.is_some_and(|until| now < until)
+        let watch = self.sources.get(source);
+        watch.is_some_and(|watch| match &watch.state {
+            StallState::Live => false,
+            StallState::Stalled { until } => now < *until,
+            StallState::Probing { admitted, probes } => probes.len() >= *admitted,
+        })
+    }
+
+    /// The sources that are stalled or probed, each with the number of its last stall.
+    pub fn stalls(&self) -> impl Iterator<Item = (SourceId, u64)> {
+        let stalled =
+            |(_, watch): &(SourceId, &SourceWatch)| !matches!(watch.state, StallState::Live);
+        let sources = self.sources.iter().filter(stalled);
+        sources.map(|(source, watch)| (source, watch.stall))
     }
 
     /// Number of stalls so far.
@@ -100,96 +263,131 @@ impl StallDetector {
         self.count
     }
 
-    /// Number of requests without a first token.
+    /// Number of waiting requests.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    fn answered(&mut self, waiting: AwaitedFirstToken) {
-        *self.sources.get_mut(waiting.source) = SourceStall::default();
+    /// At a request's deadline: stalls its source, or returns when to look at it again.
+    fn judge(&mut self, counter: u64, deadline: Instant, now: Instant) -> Option<Instant> {
+        let request = *self.waiting.get(&counter)?;
+        let patience = self.patience(&request, deadline);
+        let watch = self.sources.get_mut(request.source);
+        let silent_since = watch
+            .progressed
+            .map_or(request.sent, |at| at.max(request.sent));
+        let due = silent_since + patience;
+        if due > deadline {
+            return Some(due);
+        }
+        let is_proof = match &watch.state {
+            // Requests of one stall count once.
+            StallState::Stalled { .. } => return None,
+            StallState::Probing { probes, .. } => {
+                if !probes.contains(&counter) {
+                    return None;
+                }
+                true
+            }
+            StallState::Live => request.awaited == Awaited::FirstToken || watch.has_pile(),
+        };
+        if !is_proof {
+            // Not from the deadline: a clock that jumps must not cost a loop over its ticks.
+            return Some(now + RECHECK);
+        }
+        watch.pause = (watch.pause * 2).clamp(PAUSE, PAUSE_MAX);
+        let until = deadline + watch.pause;
+        watch.state = StallState::Stalled { until };
+        self.count += 1;
+        watch.stall = self.count;
+        watch.stalled = Some(deadline);
+        None
     }
 
-    fn forget(&mut self, counter: u64) -> Option<AwaitedFirstToken> {
-        let waiting = self.waiting.remove(&counter)?;
-        self.deadlines.remove(&(waiting.deadline, counter));
-        Some(waiting)
+    /// Longest time without progress of the source that the request explains.
+    fn patience(&self, request: &WaitingRequest, now: Instant) -> Duration {
+        let watch = self.sources.get(request.source);
+        let floor = match self.is_learned {
+            true => PATIENCE_MIN,
+            false => PATIENCE_UNLEARNED,
+        };
+        let overrun = watch.map_or(1.0, |watch| watch.overrun(now));
+        let first_token = request.predicted.as_secs_f64() * FACTOR.max(OVERRUN_FACTOR * overrun);
+        let secs = match request.awaited {
+            Awaited::FirstToken => first_token,
+            Awaited::End => {
+                let own = watch.and_then(|watch| watch.answer_secs);
+                match own.or(self.answer_secs) {
+                    Some(mean) => first_token.max(ANSWER_FACTOR * mean),
+                    None => first_token.max(PATIENCE_UNLEARNED.as_secs_f64()),
+                }
+            }
+        };
+        let patience = Duration::try_from_secs_f64(secs).unwrap_or(PATIENCE_MAX);
+        patience.clamp(floor, PATIENCE_MAX)
     }
+
+    /// At most one deadline is kept for each waiting request.
+    fn set_deadline(&mut self, counter: u64, deadline: Instant) {
+        let Some(request) = self.waiting.get_mut(&counter) else {
+            return;
+        };
+        if let Some(before) = request.deadline.replace(deadline) {
+            self.deadlines.remove(&(before, counter));
+        }
+        self.deadlines.insert((deadline, counter));
+    }
+
+    fn forget(&mut self, counter: u64) -> Option<WaitingRequest> {
+        let request = self.waiting.remove(&counter)?;
+        if let Some(deadline) = request.deadline {
+            self.deadlines.remove(&(deadline, counter));
+        }
+        let watch = self.sources.get_mut(request.source);
+        watch.waiting.remove(&counter);
+        if let StallState::Probing { probes, .. } = &mut watch.state {
+            probes.remove(&counter);
+        }
+        Some(request)
+    }
+}
+
+impl SourceWatch {
+    /// After the pause the next request is a probe.
+    fn begin_probes(&mut self, now: Instant) {
+        if let StallState::Stalled { until } = self.state
+            && now >= until
+        {
+            self.state = StallState::Probing {
+                admitted: 1,
+                probes: BTreeSet::new(),
+            };
+        }
+    }
+
+    fn overrun(&self, now: Instant) -> f64 {
+        self.overrun.map_or(1.0, |(longest, at)| {
+            let idle = now.saturating_duration_since(at).as_secs_f64();
+            let kept = longest * 0.5_f64.powf(idle / OVERRUN_HALF_LIFE.as_secs_f64());
+            kept.max(1.0)
+        })
+    }
+
+    fn has_pile(&self) -> bool {
+        let sent = |entry: Option<(&u64, &Instant)>| entry.map(|(_, sent)| *sent);
+        let first = sent(self.waiting.first_key_value());
+        let last = sent(self.waiting.last_key_value());
+        self.waiting.len() >= PILE_MIN
+            && first
+                .zip(last)
+                .is_some_and(|(first, last)| last.saturating_duration_since(first) >= PILE_SPAN)
+    }
+}
+
+fn averaged(mean: Option<f64>, new: f64) -> f64 {
+    mean.map_or(new, |mean| mean + ANSWER_ALPHA * (new - mean))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    use crate::testing::{source_id, start};
-
-    const PREDICTED: Duration = Duration::from_secs(1);
-
-    fn secs(secs: u64) -> Duration {
-        Duration::from_secs(secs)
-    }
-
-    #[test]
-    fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
-        let (start, source) = (start(), source_id());
-        let mut stalls = StallDetector::default();
-        stalls.sent(1, source, PREDICTED, start);
-        for (at, stalled) in [(9, false), (10, true), (14, true), (15, false)] {
-            stalls.advance(start + secs(at));
-            assert_eq!(
-                stalls.is_stalled(source, start + secs(at)),
-                stalled,
-                "{at} s"
-            );
-        }
-    }
-
-    #[test]
-    fn a_first_token_ends_the_stall() {
-        let (start, source) = (start(), source_id());
-        let mut stalls = StallDetector::default();
-        stalls.sent(1, source, PREDICTED, start);
-        stalls.advance(start + secs(10));
-        assert!(stalls.is_stalled(source, start + secs(11)));
-        stalls.first_token(1);
-        assert!(!stalls.is_stalled(source, start + secs(11)));
-    }
-
-    #[test]
-    fn stalls_in_a_row_last_longer_and_requests_stuck_together_are_one() {
-        let (start, source) = (start(), source_id());
-        let mut stalls = StallDetector::default();
-        for counter in 0..10 {
-            stalls.sent(counter, source, PREDICTED, start);
-        }
-        stalls.advance(start + secs(10));
-        assert_eq!(stalls.count(), 1);
-        // The probe after the first stall hangs as well: 10 s now.
-        stalls.sent(10, source, PREDICTED, start + secs(15));
-        stalls.advance(start + secs(25));
-        assert!(stalls.is_stalled(source, start + secs(34)));
-        assert!(!stalls.is_stalled(source, start + secs(35)));
-        assert_eq!(stalls.count(), 2);
-    }
-
-    #[test]
-    fn an_ended_request_stalls_no_source() {
-        let (start, source) = (start(), source_id());
-        let mut stalls = StallDetector::default();
-        stalls.sent(1, source, PREDICTED, start);
-        stalls.ended(1);
-        stalls.advance(start + secs(100));
-        assert!(!stalls.is_stalled(source, start + secs(100)));
-        assert_eq!(stalls.waiting(), 0);
-        assert!(stalls.deadlines.is_empty());
-    }
-
-    #[test]
-    fn short_predictions_have_a_floor() {
-        let (start, source) = (start(), source_id());
-        let mut stalls = StallDetector::default();
-        stalls.sent(1, source, Duration::from_millis(10), start);
-        stalls.advance(start + secs(4));
-        assert!(!stalls.is_stalled(source, start + secs(4)));
-    }
-}
+mod tests;

@@ -15,7 +15,7 @@ use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 use super::audit::{
     AuditCounts, AuditVerdict, ClaimStanding, CreditAudit, Recheck, RecheckVerdict,
 };
-use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
+use super::candidates::{Candidate, Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::Knobs;
 use super::decide::{Decision, DecisionInput, decide};
@@ -317,13 +317,13 @@ impl Core {
                     self.slowness.learn(sent.source, sent.typical, elapsed, now);
                     self.traffic.first_token(sent.source, elapsed, now);
                 }
-                self.stalls.first_token(counter);
+                self.answered(counter, now);
                 vec![LoadChange::MarkPrefillCompleted { counter }]
             }
             SlotEvent::PrefillPredicted { counter } => {
                 self.moves.settle(counter);
                 self.pending.remove(&counter);
-                self.stalls.ended(counter);
+                self.stalls.not_streamed(counter, now);
                 let unmeasured = LoadChange::Grow { counter, blocks: 0 };
                 vec![unmeasured, LoadChange::MarkPrefillCompleted { counter }]
             }
@@ -331,19 +331,33 @@ impl Core {
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
                 let sent = self.pending.remove(&counter);
-                // A complete answer without a first token is no measurement of the first token.
-                if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
+                // A complete answer without a first token is no measurement of the first token, and a
+                // failure is none of the speed.
+                if let Some(sent) = sent.filter(|_| end == SlotEnd::Aborted) {
                     let elapsed = now.saturating_duration_since(sent.sent);
                     self.slowness
                         .gave_up(sent.source, sent.typical, elapsed, now);
                 }
-                self.stalls.ended(counter);
+                match end {
+                    SlotEnd::Completed => self.answered(counter, now),
+                    SlotEnd::Failed | SlotEnd::Aborted => self.stalls.ended(counter),
+                }
                 vec![LoadChange::Free { counter, end }]
             }
         };
         let entry = self.ledger.write_all(changes)?;
         self.apply(&entry.message, now);
         Ok(entry.bytes)
+    }
+
+    /// The source of a waiting request made progress.
+    fn answered(&mut self, counter: u64, now: Instant) {
+        let source = self.stalls.source_of(counter);
+        let ends_stall = self.stalls.answered(counter, now);
+        if let Some(source) = source.filter(|_| ends_stall) {
+            // What clients did not wait for was no speed.
+            self.slowness.restarted(source);
+        }
     }
 
     /// Applies a message of another router, in its order.
@@ -499,6 +513,33 @@ impl Core {
         id.is_some_and(|id| self.stalls.is_stalled(id, now))
     }
 
+    /// The sources that are stalled or probed after a stall, each with the number of its stall.
+    #[must_use]
+    pub fn stalls(&self) -> BTreeMap<Source, u64> {
+        let named = |(id, stall)| Some((self.source(id)?.clone(), stall));
+        self.stalls.stalls().filter_map(named).collect()
+    }
+
+    /// Whether a source of another worker than these can take a request for the model.
+    #[must_use]
+    pub fn has_other(
+        &self,
+        model: &str,
+        tried: &[Source],
+        worker: &WorkerId,
+        now: Instant,
+    ) -> bool {
+        let room = self.room(now);
+        let takes = |candidate: &Candidate| {
+            candidate.source.worker != *worker
+                && !tried.contains(&candidate.source)
+                && !self.stalls.is_stalled(candidate.id, now)
+                && (!room.is_bounded() || room.free_places(candidate.id, None) > 0)
+        };
+        let candidates = self.fleet.candidates(model);
+        candidates.is_ok_and(|candidates| candidates.iter().any(takes))
+    }
+
     /// Observed over predicted time to first token; `None` without measurements.
     #[must_use]
     pub fn ttft_ratio(&self, source: &Source, now: Instant) -> Option<f64> {
@@ -554,6 +595,7 @@ impl Core {
         now: Instant,
     ) -> Result<Admitted, LedgerError> {
         let (source, slot) = (decision.claim.source, self.ledger.counter());
+        let prompt_tokens = prompt.tokens();
         let prompt = prompt.cut(Some(decision.claim.cut));
         let opening = Ledger::opening(
             slot,
@@ -568,7 +610,10 @@ impl Core {
             .ledger
             .write_all(freed.into_iter().chain([opening]).collect())?;
         self.apply(&entry.message, now);
-        self.stalls.sent(slot, source, decision.predicted_ttft, now);
+        // A request that needs no model says nothing of it: an engine's server answers alone.
+        if prompt_tokens > 0 {
+            self.stalls.sent(slot, source, decision.predicted_ttft, now);
+        }
         let compared = decision.compared.iter().map(|one| one.source);
         let pending = PendingPrefill {
             source,
@@ -631,8 +676,11 @@ impl Core {
                 (Applied::Grown(_), LoadChange::Grow { blocks: 0, .. }) => {
                     self.speed.unmeasured(slot);
                 }
-                (Applied::Grown(_), LoadChange::Grow { blocks, .. }) => {
+                (Applied::Grown(source), LoadChange::Grow { blocks, .. }) => {
                     self.speed.grew(slot, *blocks);
+                    if self.stalls.progressed(source, now) {
+                        self.slowness.restarted(source);
+                    }
                 }
                 _ => {}
             }

@@ -376,6 +376,7 @@ fn a_stalled_source_is_left_out_unless_all_are() {
     let long_ago = Duration::from_secs(6);
     fixture.load(1, 0, 50);
     let (first, second) = (fixture.id(0), fixture.id(1));
+    fixture.stalls.progressed(first, fixture.now);
     fixture.stalls.sent(100, first, Duration::ZERO, fixture.now);
     fixture.now += long_ago;
     fixture.stalls.advance(fixture.now);

@@ -43,6 +43,7 @@ impl Core {
             self.expected.restarted(source);
             self.slowness.restarted(source);
             self.speed.restarted(source);
+            self.stalls.restarted(source);
         }
         trusted
     }

@@ -437,6 +437,8 @@ fn a_source_that_clients_do_not_wait_for_is_known_as_slow() {
 #[test]
 fn a_source_without_first_tokens_is_left_out_for_a_while() {
     let (mut core, now) = (core(1), start());
+    let first = admit(&mut core, &prompt(100, 9_000_000), None, now).slot;
+    end(&mut core, first, SlotEnd::Completed, now);
     let stuck = admit(&mut core, &prompt(100, 0), None, now).decision.source;
     let later = now + Duration::from_secs(8);
     for n in 0..10 {

@@ -1,0 +1,201 @@
+use super::*;
+
+use crate::testing::{source_id, start};
+
+const PREDICTED: Duration = Duration::from_secs(1);
+
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+/// A detector that has seen the source answer.
+fn learned(now: Instant) -> StallDetector {
+    let mut stalls = StallDetector::default();
+    stalls.progressed(source_id(), now);
+    stalls
+}
+
+/// With so many answers of 100 ms that were not streamed.
+fn learned_plain(start: Instant) -> StallDetector {
+    let mut stalls = StallDetector::default();
+    for counter in 1000..1020 {
+        plain(&mut stalls, counter, start);
+        stalls.answered(counter, start + Duration::from_millis(100));
+    }
+    stalls
+}
+
+fn plain(stalls: &mut StallDetector, counter: u64, now: Instant) {
+    stalls.sent(counter, source_id(), Duration::from_millis(60), now);
+    stalls.not_streamed(counter, now);
+}
+
+fn is_stalled(stalls: &mut StallDetector, now: Instant) -> bool {
+    stalls.advance(now);
+    stalls.is_stalled(source_id(), now)
+}
+
+#[test]
+fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
+    let start = start();
+    let mut stalls = learned(start);
+    stalls.sent(1, source_id(), PREDICTED, start);
+    for (at, stalled) in [(9, false), (10, true), (14, true), (15, false)] {
+        assert_eq!(is_stalled(&mut stalls, start + secs(at)), stalled, "{at} s");
+    }
+}
+
+#[test]
+fn a_first_token_ends_the_pause_and_probes_follow_without_a_herd() {
+    let start = start();
+    let mut stalls = learned(start);
+    stalls.sent(1, source_id(), PREDICTED, start);
+    assert!(is_stalled(&mut stalls, start + secs(10)));
+    let mut now = start + secs(11);
+    assert!(!stalls.answered(1, now));
+    let mut counter = 10;
+    for admitted in [2, 4, 8] {
+        for _ in 0..admitted {
+            assert!(!is_stalled(&mut stalls, now), "of {admitted}");
+            stalls.sent(counter, source_id(), PREDICTED, now);
+            counter += 1;
+        }
+        assert!(is_stalled(&mut stalls, now), "{admitted} are on their way");
+        now += secs(1);
+        assert_eq!(stalls.answered(counter - 1, now), admitted == 8);
+        for left in counter - admitted..counter - 1 {
+            stalls.ended(left);
+        }
+    }
+    assert!(!is_stalled(&mut stalls, now));
+    assert_eq!(stalls.stalls().count(), 0);
+}
+
+#[test]
+fn requests_stuck_together_are_one_stall_and_a_stuck_probe_is_the_next_one() {
+    let start = start();
+    let mut stalls = learned(start);
+    for counter in 0..10 {
+        stalls.sent(counter, source_id(), PREDICTED, start);
+    }
+    assert!(is_stalled(&mut stalls, start + secs(10)));
+    assert_eq!(stalls.count(), 1);
+    let mut at = start + secs(15);
+    for (probe, pause) in [(10, 10), (11, 10), (12, 10)] {
+        assert!(!is_stalled(&mut stalls, at));
+        stalls.sent(probe, source_id(), PREDICTED, at);
+        assert!(is_stalled(&mut stalls, at + secs(5)), "one probe at a time");
+        assert!(is_stalled(&mut stalls, at + secs(9 + pause)));
+        at += secs(10 + pause);
+    }
+    assert_eq!(stalls.count(), 4);
+}
+
+#[test]
+fn an_ended_request_stalls_no_source() {
+    let start = start();
+    let mut stalls = learned(start);
+    stalls.sent(1, source_id(), PREDICTED, start);
+    stalls.ended(1);
+    assert!(!is_stalled(&mut stalls, start + secs(100)));
+    assert_eq!(stalls.waiting(), 0);
+    assert!(stalls.deadlines.is_empty());
+}
+
+#[test]
+fn short_predictions_have_a_floor_which_is_higher_while_nothing_is_learned() {
+    let start = start();
+    for (mut stalls, patience) in [(learned(start), 5), (StallDetector::default(), 30)] {
+        stalls.sent(1, source_id(), Duration::from_millis(10), start);
+        assert!(!is_stalled(&mut stalls, start + secs(patience - 1)));
+        assert!(is_stalled(&mut stalls, start + secs(patience)));
+    }
+}
+
+#[test]
+fn progress_of_any_request_defers_a_stall() {
+    let start = start();
+    let mut stalls = learned(start);
+    stalls.sent(1, source_id(), PREDICTED, start);
+    for second in 0..60 {
+        stalls.progressed(source_id(), start + secs(second));
+        assert!(!is_stalled(&mut stalls, start + secs(second)));
+    }
+    assert!(is_stalled(&mut stalls, start + secs(59 + 10)));
+}
+
+/// The engine's API answers, and its core hangs: nothing comes back.
+#[test]
+fn answers_that_do_not_come_back_pile_up_and_stall() {
+    let start = start();
+    let mut stalls = learned_plain(start);
+    let hung = start + secs(1);
+    for n in 0..20 {
+        plain(&mut stalls, n, hung + Duration::from_millis(100) * n as u32);
+    }
+    assert!(!is_stalled(&mut stalls, hung + secs(4)));
+    assert!(is_stalled(&mut stalls, hung + secs(6)));
+}
+
+#[test]
+fn a_few_long_answers_are_no_stall() {
+    let start = start();
+    let mut stalls = learned_plain(start);
+    let sent = start + secs(1);
+    // Fewer than a pile, and more that one client sends together.
+    for at in [sent, sent + secs(1), sent + secs(2)] {
+        plain(&mut stalls, at.duration_since(start).as_secs(), at);
+    }
+    assert!(!is_stalled(&mut stalls, start + secs(100)));
+    let mut stalls = learned_plain(start);
+    for n in 0..20 {
+        plain(&mut stalls, n, sent);
+    }
+    assert!(!is_stalled(&mut stalls, start + secs(100)));
+}
+
+#[test]
+fn a_fleet_that_answers_slowly_is_no_stall() {
+    let start = start();
+    let mut stalls = StallDetector::default();
+    let mut open = std::collections::VecDeque::new();
+    // Each answer takes 20 s; requests come each second.
+    for second in 0..200_u64 {
+        let now = start + secs(second);
+        plain(&mut stalls, second, now);
+        open.push_back(second);
+        if second >= 20 {
+            stalls.answered(open.pop_front().unwrap(), now);
+        }
+        assert!(!is_stalled(&mut stalls, now), "{second} s");
+    }
+}
+
+/// 100,000 tokens on an engine of which the prediction is wrong by a factor of 15.
+#[test]
+fn first_tokens_far_behind_their_predictions_raise_the_patience() {
+    let start = start();
+    let mut stalls = StallDetector::default();
+    let mut now = start;
+    stalls.sent(0, source_id(), secs(2), now);
+    now += secs(29);
+    stalls.advance(now);
+    stalls.answered(0, now);
+    stalls.sent(1, source_id(), secs(2), now);
+    assert!(!is_stalled(&mut stalls, now + secs(30)));
+}
+
+#[test]
+fn times_at_a_stalled_source_are_not_learned() {
+    let start = start();
+    let mut stalls = learned_plain(start);
+    let hung = start + secs(1);
+    for n in 0..20 {
+        plain(&mut stalls, n, hung + Duration::from_millis(100) * n as u32);
+    }
+    assert!(is_stalled(&mut stalls, hung + secs(8)));
+    for n in 0..20 {
+        stalls.answered(n, hung + secs(60));
+    }
+    assert!(stalls.answer_secs.unwrap() < 1.0);
+}
