@@ -25,6 +25,7 @@ use warmroute_shim::source::{SourceStatus, UnverifiedCause};
 
 use crate::deployment::Deployment;
 use crate::embedded::{EmbeddedWorkers, api};
+use crate::fleet::health::WorkerHealth;
 use crate::fleet::{FleetRegistry, FleetWorker};
 use crate::metrics::{Scraped, WorkerStatus};
 use crate::proxy::App;
@@ -241,6 +242,7 @@ fn metrics_text(admin: &Admin, sync: Option<&ReplicaStatus>) -> anyhow::Result<V
         sync,
         queues: &admin.app.admission.statuses(),
         tokenizers: &admin.app.tokenizers.current(),
+        retries_left: admin.app.retries.left(Instant::now().into_std()),
         leaving: admin.app.ready.is_leaving(),
     })?;
     let mut text = own.into_bytes();
@@ -268,15 +270,37 @@ fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
         .filter(|(_, check)| check.is_failure());
     WorkerStatus {
         worker: worker.entry.worker.to_string(),
-        healthy: worker.health.usable(),
+        healthy: worker.health.usable() || worker.health == WorkerHealth::Asleep,
         registered: worker.registered,
         draining: admin.app.fleet.drain(&worker.entry.worker) == DrainState::Draining,
         failed_checks: failed.map(|(name, _)| name).collect(),
         checks: checks
             .map(|(name, result)| (name, result.passed()))
             .collect(),
+        passed_over: passed_over(worker, admin),
         ttft_ratios: ttft_ratios(worker, admin).into_iter().collect(),
     }
+}
+
+/// Why a worker whose health checks pass gets no requests, or only trials.
+fn passed_over(worker: &FleetWorker, admin: &Admin) -> Vec<&'static str> {
+    let (asleep, breaker) = (worker.health == WorkerHealth::Asleep, &worker.breaker);
+    let is_stalled = worker.health.usable() && !stalled_ranks(worker, admin).is_empty();
+    let reasons = [
+        (asleep, "asleep"),
+        (breaker.rests(), "overloaded"),
+        (breaker.is_tripped(), "circuit_breaker"),
+        (is_stalled, "stalled"),
+    ];
+    let holding = reasons.into_iter().filter(|(holds, _)| *holds);
+    holding.map(|(_, reason)| reason).collect()
+}
+
+fn stalled_ranks(worker: &FleetWorker, admin: &Admin) -> Vec<u32> {
+    let now = Instant::now().into_std();
+    let core = admin.app.core.core();
+    let stalled = ranks_of(worker).filter(|(_, source)| core.is_stalled(source, now));
+    stalled.map(|(rank, _)| rank).collect()
 }
 
 /// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
@@ -297,12 +321,7 @@ async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
 }
 
 fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Value {
-    let now = Instant::now().into_std();
-    let stalled: Vec<u32> = {
-        let core = admin.app.core.core();
-        let stalled = ranks_of(worker).filter(|(_, source)| core.is_stalled(source, now));
-        stalled.map(|(rank, _)| rank).collect()
-    };
+    let stalled = stalled_ranks(worker, admin);
     let mut views = index.iter();
     let view = views.find(|view| view.instance_id == worker.entry.worker);
     json!({
@@ -322,6 +341,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,
         "tokenizers": tokenizers(worker, admin),
+        "passed_over": passed_over(worker, admin),
         "stalled_ranks": stalled,
         "demoted_ranks": demoted_ranks(worker, admin),
         "ttft_ratios": ttft_ratios(worker, admin),

@@ -49,6 +49,9 @@ pub(crate) enum ProxyError {
     OwnerUnknown,
     #[error("Every worker tried closed the connection or sent nothing before it answered.")]
     Upstream,
+    /// Its event is the end of a stream.
+    #[error("The worker stopped sending the answer.")]
+    StreamSilent,
     #[error("The router failed: {0}")]
     Internal(&'static str),
     #[error(transparent)]
@@ -60,15 +63,24 @@ pub(crate) enum ProxyError {
 pub(crate) enum ErrorForm {
     #[default]
     OpenAi,
+    /// OpenAI's, with the events of `/v1/responses`.
+    Responses,
     /// That of `/v1/messages`.
     Anthropic,
 }
 
 impl ErrorForm {
     pub(crate) fn of_path(path: &str) -> Self {
-        match path.strip_prefix("/v1/messages") {
-            Some(rest) if rest.is_empty() || rest.starts_with('/') => Self::Anthropic,
-            Some(_) | None => Self::OpenAi,
+        let is_below = |route| {
+            let rest = path.strip_prefix(route);
+            rest.is_some_and(|rest: &str| rest.is_empty() || rest.starts_with('/'))
+        };
+        if is_below("/v1/messages") {
+            Self::Anthropic
+        } else if is_below("/v1/responses") {
+            Self::Responses
+        } else {
+            Self::OpenAi
         }
     }
 }
@@ -118,6 +130,7 @@ impl ProxyError {
             Self::BuffersFull | Self::FilesFull => (503, ErrorType::Unavailable, "router_full"),
             Self::OwnerUnknown => (503, ErrorType::Unavailable, "owner_unknown"),
             Self::Upstream => (502, ErrorType::Internal, "upstream_failed"),
+            Self::StreamSilent => (504, ErrorType::Internal, "upstream_silent"),
             Self::Internal(_) => (500, ErrorType::Internal, "router_failed"),
         };
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -145,6 +158,7 @@ impl ProxyError {
             | Self::UnknownPath(_)
             | Self::Method
             | Self::Upstream
+            | Self::StreamSilent
             | Self::Internal(_)
             | Self::Tenant(_) => None,
         }
@@ -155,7 +169,7 @@ impl ProxyError {
         let json = [(header::CONTENT_TYPE, "application/json")];
         let (status, error) = self.form();
         let body = match form {
-            ErrorForm::OpenAi => error.to_json(),
+            ErrorForm::OpenAi | ErrorForm::Responses => error.to_json(),
             ErrorForm::Anthropic => anthropic_json(status, &error.message),
         };
         let mut response = (status, json, body).into_response();
@@ -171,6 +185,26 @@ impl ProxyError {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response
+    }
+
+    /// A last event of a stream. It begins with the end of an event that is not complete.
+    pub(crate) fn event(&self, form: ErrorForm) -> String {
+        let (status, error) = self.form();
+        let (name, json) = match form {
+            ErrorForm::OpenAi => ("", error.to_json()),
+            ErrorForm::Anthropic => ("event: error\n", anthropic_json(status, &error.message)),
+            ErrorForm::Responses => {
+                let json = json!({
+                    "type": "error",
+                    "code": error.code,
+                    "message": error.message,
+                    "param": error.param,
+                });
+                ("event: error\n", json.to_string().into_bytes())
+            }
+        };
+        let json = String::from_utf8_lossy(&json);
+        format!("\n\n{name}data: {json}\n\n")
     }
 
     /// The rest of the body is on the connection, so that no other request can follow.
@@ -304,6 +338,24 @@ mod tests {
         let statuses = errors.iter().map(|error| error.status().as_u16());
         for status in statuses.chain(kinds.map(ErrorType::status)).chain([200]) {
             assert_eq!(CodeLabel::of(status).label(), status.to_string());
+        }
+    }
+
+    #[test]
+    fn a_stream_ends_with_an_error_of_its_routes_form() {
+        for (path, begins) in [
+            ("/v1/chat/completions", r#"data: {"error":{"#),
+            (
+                "/v1/responses",
+                "event: error\ndata: {\"code\":\"upstream_silent\"",
+            ),
+            ("/v1/messages", "event: error\ndata: {\"error\":{"),
+        ] {
+            let event = ProxyError::StreamSilent.event(ErrorForm::of_path(path));
+            let mut observer = openai::StreamObserver::default();
+            observer.push(event.as_bytes());
+            assert!(observer.failed(), "{event}");
+            assert!(event.trim_start().starts_with(begins), "{event}");
         }
     }
 

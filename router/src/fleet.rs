@@ -24,6 +24,7 @@ mod tests;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
 use tokio::time::Instant;
@@ -35,9 +36,10 @@ use crate::route;
 use crate::shared_core::SharedCore;
 use breaker::RequestTimes;
 use health::{Observation, WorkerHealth};
+
 use state::{FleetChange, FleetState};
 
-pub use breaker::RequestResult;
+pub use breaker::{RequestCase, RequestResult};
 pub(crate) use checks::{CheckResult, RENDERED_CHAT};
 pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
@@ -103,6 +105,7 @@ impl Fleet {
             worker: worker.clone(),
             url: url.to_owned(),
             began,
+            case: RequestCase::default(),
             reported: false,
             permit: None,
         }
@@ -205,6 +208,24 @@ impl Fleet {
         self.state().get(worker)?.entry.models.first().cloned()
     }
 
+    /// Whether workers serve the model, and all of them that answer are asleep.
+    pub(crate) fn is_asleep(&self, model: &str) -> bool {
+        let state = self.state();
+        let mut serving = state.workers().filter(|worker| worker.names(model));
+        let mut asleep = 0;
+        let none_awake = serving.all(|worker| {
+            asleep += usize::from(worker.health == WorkerHealth::Asleep);
+            !worker.health.usable()
+        });
+        none_awake && asleep > 0
+    }
+
+    /// Has one sleeping worker of the model woken.
+    pub(crate) fn wake(&self, model: &str) {
+        self.update(|state| state.want_awake(model));
+        self.probe_due.notify_one();
+    }
+
     /// The sources of all other workers.
     pub(crate) fn other_sources(&self, worker: &WorkerId) -> Vec<Source> {
         let state = self.state();
@@ -265,6 +286,9 @@ impl Fleet {
             core.set_health(&worker.entry.worker, candidate_health(worker));
         }
         drop(core);
+        let lost = state.workers().filter(|worker| worker.health.is_lost());
+        let lost = lost.map(|worker| worker.entry.worker.clone()).collect();
+        self.core.losses().set_workers(&lost);
         let before = self.catalog();
         let catalog = ModelCatalog::of(state.workers(), self.block_size, &before);
         let catalog = Arc::new(catalog);
@@ -280,6 +304,7 @@ pub struct TrackedRequest {
     worker: WorkerId,
     url: String,
     began: std::time::Instant,
+    case: RequestCase,
     reported: bool,
     /// For the file to the engine, while its answer is read.
     permit: Option<OwnedSemaphorePermit>,
@@ -291,12 +316,41 @@ impl TrackedRequest {
         self.permit = Some(permit);
     }
 
-    /// Reports a result to the circuit breaker. An answer may still break later. Takes no lock for
+    /// With the request's case.
+    pub(crate) const fn of_case(mut self, case: RequestCase) -> Self {
+        self.case = case;
+        self
+    }
+
+    /// The engine failed, maybe because of the request.
+    pub(crate) fn fail(&mut self) {
+        self.report(RequestResult::Unproven(self.case));
+    }
+
+    /// The engine failed, and the request goes to another worker, whose answer is the proof.
+    /// `pause`: the engine is overloaded, and asks for it.
+    pub(crate) fn suspect(&mut self, pause: Option<Duration>) -> SuspectedFailure {
+        match pause {
+            None => self.fail(),
+            Some(_) => self.report(RequestResult::Unknown),
+        }
+        SuspectedFailure {
+            fleet: Arc::clone(&self.fleet),
+            worker: self.worker.clone(),
+            url: self.url.clone(),
+            began: self.began,
+            case: self.case,
+            pause,
+        }
+    }
+
+    /// Reports a result to the circuit breaker. An answer may still fail later. Takes no lock for
     /// an answer while no circuit breaker counts.
     pub fn report(&mut self, result: RequestResult) {
         self.reported = true;
         let counts = self.fleet.counts_requests.load(Ordering::Relaxed);
-        if counts || result == RequestResult::Broken {
+        let is_failure = !matches!(result, RequestResult::Answered | RequestResult::Unknown);
+        if counts || is_failure {
             let Self {
                 worker, url, began, ..
             } = &*self;
@@ -316,13 +370,39 @@ impl Drop for TrackedRequest {
     }
 }
 
+/// A failure of a worker that the answer of another one proves.
+pub(crate) struct SuspectedFailure {
+    fleet: Arc<Fleet>,
+    worker: WorkerId,
+    url: String,
+    began: std::time::Instant,
+    case: RequestCase,
+    pause: Option<Duration>,
+}
+
+impl SuspectedFailure {
+    /// Another worker answered the request.
+    pub(crate) fn proven(self) {
+        let now = Instant::now().into_std();
+        let times = RequestTimes {
+            began: self.began,
+            now,
+        };
+        let proof = RequestResult::Proven(self.case);
+        self.fleet.update(|state| match self.pause {
+            None => state.request_ended(&self.worker, &self.url, proof, times),
+            Some(pause) => state.request_postponed(&self.worker, &self.url, pause, now),
+        });
+    }
+}
+
 /// A worker whose circuit breaker passes it over counts as unchecked: used where none is healthy.
 const fn candidate_health(worker: &FleetWorker) -> route::Health {
     match worker.health {
         WorkerHealth::Healthy { .. } if worker.breaker.passes_over() => route::Health::Unknown,
         WorkerHealth::Healthy { .. } => route::Health::Healthy,
         WorkerHealth::Unchecked => route::Health::Unknown,
-        WorkerHealth::Unhealthy => route::Health::Unhealthy,
+        WorkerHealth::Unhealthy | WorkerHealth::Asleep => route::Health::Unhealthy,
     }
 }
 

@@ -16,6 +16,8 @@ use prometheus::{
 };
 use warmroute_process::server::ConnectionMetrics;
 
+use crate::answer_end::EngineFailure;
+
 pub(crate) use labels::{
     CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RenderFailure,
     RequestEnd, ResumeResult, RetryReason, RouteLabel,
@@ -62,10 +64,12 @@ pub(crate) struct Metrics {
     overlap: OverlapMetrics,
 }
 
-/// Requests that another worker serves, or goes on with.
+/// Requests that engines fail, and that another worker serves, or goes on with.
 struct RepeatMetrics {
     retries: IntCounterVec,
+    denied: IntCounterVec,
     resumes: IntCounterVec,
+    failures: IntCounterVec,
 }
 
 /// Requests without a worker.
@@ -132,6 +136,16 @@ impl Metrics {
                     "retries_total",
                     "Attempts repeated before the client got a byte",
                     &["reason"],
+                )?,
+                denied: counters(
+                    "retries_denied_total",
+                    "Attempts not repeated because the budget of retries was spent",
+                    &["reason"],
+                )?,
+                failures: counters(
+                    "engine_failures_total",
+                    "Attempts that an engine failed, repeated or not",
+                    &["kind"],
                 )?,
                 resumes: counters(
                     "stream_resumes_total",
@@ -293,6 +307,16 @@ impl Metrics {
         count(&self.repeats.retries, &[reason.label()]);
     }
 
+    /// No retry for this reason is left.
+    pub(crate) fn retry_denied(&self, reason: RetryReason) {
+        count(&self.repeats.denied, &[reason.label()]);
+    }
+
+    /// An engine failed an attempt.
+    pub(crate) fn engine_failed(&self, failure: EngineFailure) {
+        count(&self.repeats.failures, &[failure.label()]);
+    }
+
     pub(crate) fn resumed(&self, result: ResumeResult) {
         count(&self.repeats.resumes, &[result.label()]);
     }
@@ -410,6 +434,7 @@ impl Metrics {
             sync: None,
             queues: &[],
             tokenizers: &TokenizerTable::default(),
+            retries_left: 0,
             leaving: false,
         };
         let text = self.render(&scraped).unwrap();
@@ -444,6 +469,7 @@ mod tests {
             draining: true,
             checks: vec![("chat", false)],
             failed_checks: vec!["chat"],
+            passed_over: vec!["stalled"],
             ttft_ratios: vec![(1, 2.5)],
         };
         let demoted = DemotedSource {
@@ -474,6 +500,7 @@ mod tests {
                 sync: None,
                 queues: &[],
                 tokenizers: &TokenizerTable::default(),
+                retries_left: 0,
                 leaving: false,
             };
             metrics.render(&scraped).unwrap()
@@ -485,6 +512,7 @@ mod tests {
             "worker_check_passed{check=\"chat\",worker=\"w1\"} 0",
             "source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5",
             "worker_draining{worker=\"w1\"} 1",
+            "worker_passed_over{reason=\"stalled\",worker=\"w1\"} 1",
             "source_demoted{dp_rank=\"1\",worker=\"w1\"} 1",
             "model_requests_total{code=\"200\",model=\"m\",outcome=\"ok\",worker=\"w1\"} 1",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.005\"} 0",

@@ -48,6 +48,7 @@ use crate::proxy::{
 use crate::ready::{Ready, notice};
 use crate::recorder::Recorder;
 use crate::replication::Replication;
+use crate::retry_budget::RetryBudget;
 use crate::route::{Core, CoreConfig};
 use crate::router_facts::FactsWriter;
 use crate::settings::{LiveSettings, Settings, SettingsWatcher};
@@ -350,6 +351,7 @@ impl Services {
             auditor,
             journal,
             held: HeldRequests::new(self.metrics.waiting().clone()),
+            retries: RetryBudget::default(),
             bodies: body_budget(config, &self.metrics, clients),
             metrics: self.metrics,
             stored: StoredResponses::default(),

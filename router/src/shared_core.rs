@@ -19,6 +19,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::load::{LoadChange, LoadMessage};
 
+use crate::lost_sources::LossBoard;
 use crate::route::{
     AdmitError, Admitted, Core, IndexReply, RouteRequest, SlotEvent, SlotGuard, SlotSink,
 };
@@ -48,6 +49,8 @@ pub struct SharedCore {
     is_room_awaited: AtomicBool,
     /// By slot. As many as the core watches.
     watches: Mutex<BTreeMap<u64, Arc<Notify>>>,
+    /// Sources that requests should leave.
+    losses: LossBoard,
 }
 
 /// Registration for the event that another router's earlier choice crosses a slot's choice.
@@ -78,6 +81,7 @@ impl SharedCore {
             room: Notify::new(),
             is_room_awaited: AtomicBool::new(false),
             watches: Mutex::default(),
+            losses: LossBoard::default(),
         })
     }
 
@@ -212,9 +216,23 @@ impl SharedCore {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
-                now = ticks.tick() => self.core().tick(now.into_std()),
+                now = ticks.tick() => self.tick(now),
             }
         }
+    }
+
+    /// Lets time pass, and publishes the sources that are stalled.
+    pub(crate) fn tick(&self, now: Instant) {
+        let mut core = self.core();
+        core.tick(now.into_std());
+        let stalls = core.stalls();
+        drop(core);
+        self.losses.set_stalls(&stalls);
+    }
+
+    /// The losses of sources.
+    pub(crate) const fn losses(&self) -> &LossBoard {
+        &self.losses
     }
 
     fn watch(self: &Arc<Self>, slot: u64, until: Instant) -> MoveWatch {

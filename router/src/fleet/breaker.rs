@@ -1,8 +1,10 @@
-//! Circuit breaker of one worker: passes over a worker whose requests break, although its probes
+//! Circuit breaker of one worker: passes over a worker whose requests fail, although its probes
 //! pass.
 //!
 //! A request counts at most one failure of a worker, also where it was sent to the worker again on a
-//! new connection, so each failure is that of another request.
+//! new connection. Failures that other workers' answers to the same requests prove all count. Of
+//! unproven ones equal requests count once, so that no client opens breakers by repeating a
+//! request on which engines fail; they open it only if the workers of the same models fail less.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
 //! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time, and twice as
 //! many after each answer (slow start: a worker without load is the first choice of all requests).
@@ -15,14 +17,20 @@ use std::time::{Duration, Instant};
 /// Counts start afresh after this.
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Failures that open the breaker. One bad request that a client repeats a few times is below it.
-const FAILURES_MIN: u32 = 5;
+/// Failures that open the breaker: more than chance, and each may have cost a client its answer.
+const FAILURES_MIN: u32 = 3;
+
+/// Failures of the other workers below which they do not count as failing too.
+const OTHERS_FAILED_MIN: u32 = 2;
 
 /// First pause.
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// Longest pause.
-const PAUSE_MAX: Duration = Duration::from_secs(32);
+/// Longest pause. A trial costs a repeated request, a longer pause a worker that is well again.
+const PAUSE_MAX: Duration = Duration::from_secs(16);
+
+/// Longest pause that an overloaded engine may name.
+const REST_MAX: Duration = Duration::from_secs(60);
 
 /// Trials at a time, of which one answer closes the breaker.
 const TRIALS_MAX: usize = 8;
@@ -37,6 +45,8 @@ pub(crate) struct Breaker {
     opened: Option<Instant>,
     /// The last pause; zero if there was none since the breaker closed.
     pause: Duration,
+    /// The engine is overloaded, as it says, until then.
+    rests_until: Option<Instant>,
 }
 
 #[derive(Clone, Debug)]
@@ -58,16 +68,47 @@ enum BreakerState {
 struct Window {
     start: Instant,
     failed: u32,
+    /// Those of them that are the worker's for certain.
+    proven: u32,
     answered: u32,
+    /// Requests whose unproven failures count. At most [`FAILURES_MIN`], then only equal ones are
+    /// looked for.
+    unproven: Vec<RequestCase>,
+}
+
+/// Distinguishes requests: equal requests of one tenant have the same case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RequestCase(pub u64);
+
+/// Results of the other workers of the same models that count now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct OtherWorkers {
+    pub workers: usize,
+    pub failed: u32,
+    pub answered: u32,
+}
+
+impl OtherWorkers {
+    /// Whether unproven failures may be this worker's: there are others, and they fail far less than
+    /// half of their requests.
+    const fn answer(self) -> bool {
+        let fail = self.failed >= OTHERS_FAILED_MIN
+            && self.failed.saturating_mul(4) >= self.failed.saturating_add(self.answered);
+        self.workers > 0 && !fail
+    }
 }
 
 /// How a request to an engine ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestResult {
-    /// The engine answered, with whatever status.
+    /// The engine served the request, or refused it as the client's mistake.
     Answered,
-    /// The engine closed the connection before the end of its answer, or its answer is invalid.
+    /// The engine failed, and its answer itself or the connection shows that it is at fault.
     Broken,
+    /// The engine failed, maybe because of the request.
+    Unproven(RequestCase),
+    /// Another worker has answered a request whose failure was reported as unproven.
+    Proven(RequestCase),
     /// The request was cancelled, moved to another worker, or not sent.
     Unknown,
 }
@@ -96,18 +137,39 @@ impl Breaker {
 
     pub(crate) const fn label(&self) -> &'static str {
         match self.state {
+            BreakerState::Closed(_) if self.rests() => "resting",
             BreakerState::Closed(_) => "closed",
             BreakerState::Open { .. } => "open",
             BreakerState::HalfOpen { .. } => "half_open",
         }
     }
 
+    /// It is open, or admits trials only.
+    pub(crate) const fn is_tripped(&self) -> bool {
+        !matches!(self.state, BreakerState::Closed(_))
+    }
+
     pub(crate) const fn is_open(&self) -> bool {
         matches!(self.state, BreakerState::Open { .. })
     }
 
-    /// Further requests are for other workers: it is open, or its trials are in flight.
+    /// The engine named a pause, and another worker served the request.
+    pub(crate) fn rest(&mut self, pause: Duration, now: Instant) {
+        let until = now + pause.min(REST_MAX);
+        let before = self.rests_until.unwrap_or(until);
+        self.rests_until = Some(until.max(before));
+    }
+
+    /// It is overloaded, as it says.
+    pub(crate) const fn rests(&self) -> bool {
+        self.rests_until.is_some()
+    }
+
+    /// Further requests are for other workers: it is open or rests, or its trials are in flight.
     pub(crate) const fn passes_over(&self) -> bool {
+        if self.rests() {
+            return true;
+        }
         match &self.state {
             BreakerState::Open { .. } => true,
             BreakerState::HalfOpen { admitted, trials } => trials.len() >= *admitted,
@@ -129,8 +191,23 @@ impl Breaker {
         !matches!(self.state, BreakerState::Closed(None))
     }
 
-    /// Takes in one request's result.
-    pub(crate) fn record(&mut self, result: RequestResult, times: RequestTimes) {
+    /// Failures and answers that count now.
+    pub(crate) const fn counts(&self) -> (u32, u32) {
+        match &self.state {
+            BreakerState::Closed(Some(window)) => (window.failed, window.answered),
+            BreakerState::Closed(None)
+            | BreakerState::Open { .. }
+            | BreakerState::HalfOpen { .. } => (0, 0),
+        }
+    }
+
+    /// Takes in one request's result, beside what the other workers of its models do.
+    pub(crate) fn record(
+        &mut self,
+        result: RequestResult,
+        times: RequestTimes,
+        others: OtherWorkers,
+    ) {
         let RequestTimes { began, now } = times;
         if self.opened.is_some_and(|opened| began < opened) {
             return;
@@ -143,6 +220,8 @@ impl Breaker {
         match (&mut self.state, result) {
             (BreakerState::HalfOpen { .. }, RequestResult::Unknown) => {}
             (BreakerState::Closed(_), RequestResult::Unknown) => {}
+            // Its clients may send requests on which all engines fail.
+            (BreakerState::HalfOpen { .. }, RequestResult::Unproven(_)) if !others.answer() => {}
             (BreakerState::Closed(window), _) => {
                 if window
                     .as_ref()
@@ -156,9 +235,11 @@ impl Breaker {
                         .get_or_insert(Window {
                             start: now,
                             failed: 0,
+                            proven: 0,
                             answered: 0,
+                            unproven: Vec::new(),
                         })
-                        .record(result),
+                        .record(result, others),
                 };
                 if opens {
                     self.open(now);
@@ -175,13 +256,19 @@ impl Breaker {
                     ..Self::default()
                 };
             }
-            (BreakerState::HalfOpen { .. }, RequestResult::Broken) => self.open(now),
+            (
+                BreakerState::HalfOpen { .. },
+                RequestResult::Broken | RequestResult::Unproven(_) | RequestResult::Proven(_),
+            ) => self.open(now),
             (BreakerState::Open { .. }, _) => {}
         }
     }
 
     /// Lets time pass.
     pub(crate) fn tick(&mut self, now: Instant) {
+        if self.rests_until.is_some_and(|until| now >= until) {
+            self.rests_until = None;
+        }
         match &mut self.state {
             BreakerState::Open { until } if now >= *until => {
                 self.state = BreakerState::HalfOpen {
@@ -209,13 +296,35 @@ impl Breaker {
 
 impl Window {
     /// Returns whether the breaker opens.
-    const fn record(&mut self, result: RequestResult) -> bool {
+    fn record(&mut self, result: RequestResult, others: OtherWorkers) -> bool {
         match result {
             RequestResult::Answered => self.answered += 1,
-            RequestResult::Broken => self.failed += 1,
+            RequestResult::Broken => {
+                self.failed += 1;
+                self.proven += 1;
+            }
+            RequestResult::Unproven(case) if self.unproven.contains(&case) => {}
+            RequestResult::Unproven(case) => {
+                self.failed += 1;
+                if self.unproven.len() < FAILURES_MIN as usize {
+                    self.unproven.push(case);
+                }
+            }
+            // Counted already. From here on its equals count too.
+            RequestResult::Proven(case) if self.unproven.contains(&case) => {
+                self.unproven.retain(|known| *known != case);
+                self.proven += 1;
+            }
+            RequestResult::Proven(_) => {
+                self.failed += 1;
+                self.proven += 1;
+            }
             RequestResult::Unknown => {}
         }
-        self.failed >= FAILURES_MIN && self.failed >= self.answered
+        let is_proven = self.proven >= FAILURES_MIN;
+        self.failed >= FAILURES_MIN
+            && self.failed >= self.answered
+            && (is_proven || others.answer())
     }
 }
 
@@ -225,12 +334,19 @@ impl Window {
     reason = "virtual time needs an origin; only differences to it are used"
 )]
 mod tests {
-    use super::RequestResult::{Answered, Broken};
+    use super::RequestResult::{Answered, Broken, Unproven};
     use super::*;
+
+    /// One worker without failures.
+    const OTHERS: OtherWorkers = OtherWorkers {
+        workers: 1,
+        failed: 0,
+        answered: 0,
+    };
 
     fn record(breaker: &mut Breaker, result: RequestResult, times: u32, now: Instant) {
         for _ in 0..times {
-            breaker.record(result, RequestTimes { began: now, now });
+            breaker.record(result, RequestTimes { began: now, now }, OTHERS);
         }
     }
 
@@ -284,6 +400,55 @@ mod tests {
             record(&mut breaker, Answered, 1, now);
         }
         assert!(!breaker.is_counting() && !breaker.passes_over());
+    }
+
+    #[test]
+    fn one_request_on_which_an_engine_fails_opens_nothing_however_often_it_comes() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Unproven(RequestCase(7)), 100, now);
+        assert!(!breaker.is_open());
+        for case in 0..4 {
+            record(&mut breaker, Unproven(RequestCase(case)), 1, now);
+        }
+        assert!(breaker.is_open(), "four requests fail");
+    }
+
+    #[test]
+    fn unproven_failures_open_no_breaker_where_the_others_fail_too_or_there_are_none() {
+        let now = Instant::now();
+        for (workers, failed, answered, opens) in [
+            (1, 0, 100, true),
+            (2, 2, 7, true),
+            (2, 2, 6, false),
+            (1, 9, 0, false),
+            (0, 0, 0, false),
+        ] {
+            let others = OtherWorkers {
+                workers,
+                failed,
+                answered,
+            };
+            let mut breaker = Breaker::default();
+            for case in 0..20 {
+                let times = RequestTimes { began: now, now };
+                breaker.record(Unproven(RequestCase(case)), times, others);
+            }
+            assert_eq!(breaker.is_open(), opens, "{others:?}");
+        }
+    }
+
+    #[test]
+    fn an_overloaded_engine_rests_for_as_long_as_it_says_within_a_bound() {
+        let now = Instant::now();
+        for (named, rest) in [(3, 3), (3600, 60)] {
+            let mut breaker = Breaker::default();
+            breaker.rest(Duration::from_secs(named), now);
+            breaker.rest(Duration::from_secs(1), now);
+            breaker.tick(now + Duration::from_secs(rest - 1));
+            assert!(breaker.passes_over() && !breaker.is_open());
+            breaker.tick(now + Duration::from_secs(rest));
+            assert!(!breaker.passes_over());
+        }
     }
 
     #[test]

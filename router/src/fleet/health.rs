@@ -1,8 +1,8 @@
 //! Health of one worker. Pure: observations in, transitions out.
 //!
 //! Two failed probes in a row make a worker unusable (an engine's event loop stalls under load),
-//! one refused connection does (no process listens), one passed probe makes it usable. Requests
-//! that break after they were sent are `breaker`'s.
+//! one refused connection does (no process listens), one passed probe makes it usable. A worker whose
+//! engine says that it sleeps is not usable either. Requests that fail are `breaker`'s.
 
 /// Failed probes in a row that make a worker unusable.
 const FAILURES_MAX: u32 = 2;
@@ -12,6 +12,11 @@ const FAILURES_MAX: u32 = 2;
 pub enum Observation {
     /// `GET /health` was answered with success.
     ProbePassed,
+    /// That, and the engine says that its model sleeps.
+    Asleep,
+    /// Passed, by an engine that does not report whether it sleeps. It is not asked again until
+    /// it comes back.
+    PassedWithoutSleep,
     /// It was not, or not in time.
     ProbeFailed,
     /// Another engine answers at the address: it does not list the worker's models.
@@ -30,6 +35,8 @@ pub enum WorkerHealth {
         failures: u32,
     },
     Unhealthy,
+    /// The engine answers, and its model's memory is released.
+    Asleep,
 }
 
 /// What an observation changed.
@@ -54,13 +61,23 @@ impl WorkerHealth {
             Self::Unchecked => "unchecked",
             Self::Healthy { .. } => "healthy",
             Self::Unhealthy => "unhealthy",
+            Self::Asleep => "asleep",
         }
+    }
+
+    /// Requests that wait there should leave.
+    #[must_use]
+    pub const fn is_lost(self) -> bool {
+        matches!(self, Self::Unhealthy | Self::Asleep)
     }
 
     pub const fn observe(&mut self, observation: Observation) -> HealthChange {
         let before = *self;
         *self = match (before, observation) {
-            (_, Observation::ProbePassed) => Self::Healthy { failures: 0 },
+            (_, Observation::ProbePassed | Observation::PassedWithoutSleep) => {
+                Self::Healthy { failures: 0 }
+            }
+            (_, Observation::Asleep) => Self::Asleep,
             (Self::Healthy { failures }, Observation::ProbeFailed)
                 if failures + 1 < FAILURES_MAX =>
             {
@@ -74,9 +91,14 @@ impl WorkerHealth {
             ) => Self::Unhealthy,
         };
         match (before, self.usable()) {
-            (Self::Unchecked | Self::Unhealthy, true) => HealthChange::Up,
+            (Self::Unchecked | Self::Unhealthy | Self::Asleep, true) => HealthChange::Up,
             (Self::Unchecked | Self::Healthy { .. }, false) => HealthChange::Down,
-            (Self::Healthy { .. }, true) | (Self::Unhealthy, false) => HealthChange::None,
+            // Another reason.
+            (Self::Unhealthy, false) if matches!(self, Self::Asleep) => HealthChange::Down,
+            (Self::Asleep, false) if matches!(self, Self::Unhealthy) => HealthChange::Down,
+            (Self::Healthy { .. }, true) | (Self::Unhealthy | Self::Asleep, false) => {
+                HealthChange::None
+            }
         }
     }
 }
@@ -124,6 +146,23 @@ mod tests {
     fn a_worker_is_not_usable_before_its_first_probe() {
         assert!(!WorkerHealth::default().usable());
         check(&[(ProbePassed, HealthChange::Up)]);
+    }
+
+    #[test]
+    fn a_sleeping_engine_is_not_usable_until_it_is_awake() {
+        let mut health = WorkerHealth::default();
+        for (observation, change, label) in [
+            (Observation::PassedWithoutSleep, HealthChange::Up, "healthy"),
+            (Observation::Asleep, HealthChange::Down, "asleep"),
+            (Observation::Asleep, HealthChange::None, "asleep"),
+            (ProbeFailed, HealthChange::Down, "unhealthy"),
+            (Observation::Asleep, HealthChange::Down, "asleep"),
+            (ProbePassed, HealthChange::Up, "healthy"),
+        ] {
+            assert_eq!(health.observe(observation), change, "{observation:?}");
+            assert_eq!(health.label(), label);
+            assert_eq!(health.usable(), label == "healthy");
+        }
     }
 
     /// Unchecked workers are used where no healthy one is, so the transition must be published.

@@ -1,9 +1,11 @@
-//! Probes every engine's `/health`, each at its own pace.
+//! Probes every engine's `/health`, each at its own pace, and asks the engine whether it sleeps.
+//! Wakes sleeping engines for which requests wait.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::Method;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use serde::Deserialize;
@@ -22,8 +24,14 @@ use crate::ready::Ready;
 /// An engine's event loop stalls under load.
 const PROBE_DEADLINE: Duration = Duration::from_secs(5);
 
+/// Weights come back from the host's memory within seconds, or from a disk within minutes.
+const WAKE_DEADLINE: Duration = Duration::from_secs(300);
+
 /// Any server may stand at a reused address.
 const MODELS_BYTES_MAX: usize = 1 << 20;
+
+/// `{"is_sleeping": true}`.
+const SLEEP_BYTES_MAX: usize = 1 << 10;
 
 /// A start waits this long at most for workers to answer.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -41,6 +49,11 @@ pub enum ProbeResult {
 /// A client of the engines' health checks.
 pub trait EngineProbe: Send + Sync + 'static {
     fn probe(&self, target: &ProbeTarget) -> impl Future<Output = ProbeResult> + Send;
+
+    /// Wakes the engine. Returns when it answers.
+    fn wake(&self, _target: &ProbeTarget) -> impl Future<Output = ()> + Send {
+        std::future::ready(())
+    }
 }
 
 /// Probes by HTTP.
@@ -64,6 +77,8 @@ impl<P: EngineProbe> HealthProber<P> {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut open: BTreeSet<ProbeTarget> = BTreeSet::new();
         let mut answers = FuturesUnordered::new();
+        let mut waking: BTreeSet<ProbeTarget> = BTreeSet::new();
+        let mut woken = FuturesUnordered::new();
         loop {
             tokio::select! {
                 biased;
@@ -71,6 +86,10 @@ impl<P: EngineProbe> HealthProber<P> {
                 // A worker is probed when it comes, not a period later.
                 () = self.fleet.probe_due.notified() => {}
                 now = ticks.tick() => self.fleet.update(|state| state.tick(now.into_std())),
+                // The next probe finds out whether it is awake.
+                Some(target) = woken.next() => {
+                    waking.remove(&target);
+                }
                 Some((target, result)) = answers.next() => {
                     open.remove(&target);
                     let (worker, url) = (&target.worker, &target.url);
@@ -88,7 +107,19 @@ impl<P: EngineProbe> HealthProber<P> {
             if started.elapsed() >= SETTLE {
                 self.ready.workers_settled();
             }
-            let targets = self.fleet.state().probe_targets();
+            let (targets, wakes) = {
+                let state = self.fleet.state();
+                (state.probe_targets(), state.wake_targets())
+            };
+            for target in wakes {
+                if waking.insert(target.clone()) {
+                    let probe = &self.probe;
+                    woken.push(async move {
+                        probe.wake(&target).await;
+                        target
+                    });
+                }
+            }
             for target in targets {
                 if open.insert(target.clone()) {
                     let probe = &self.probe;
@@ -119,11 +150,18 @@ impl EngineProbe for HttpProbe {
     async fn probe(&self, target: &ProbeTarget) -> ProbeResult {
         let observation = match self.get(target, "/health").await {
             Ok(response) if response.status().is_success() => {
-                if target.must_list.is_empty() {
-                    return ProbeResult::Seen(Observation::ProbePassed);
+                let seen = match target.must_list.is_empty() {
+                    true => Observation::ProbePassed,
+                    false => {
+                        let listed = models(self.get(target, "/v1/models").await).await;
+                        target.seen(&listed.unwrap_or_default())
+                    }
+                };
+                if seen == Observation::ProbePassed && target.asks_sleep {
+                    self.sleep(target).await
+                } else {
+                    seen
                 }
-                let listed = models(self.get(target, "/v1/models").await).await;
-                target.seen(&listed.unwrap_or_default())
             }
             Err(error) if lacks_files(&error) => return ProbeResult::Void,
             Err(error) if is_refused(&error) => Observation::ConnectRefused,
@@ -135,9 +173,51 @@ impl EngineProbe for HttpProbe {
         };
         ProbeResult::Seen(observation)
     }
+
+    async fn wake(&self, target: &ProbeTarget) {
+        let worker = &target.worker;
+        let keys = self.keys.headers(worker, &target.url);
+        let request = self
+            .client
+            .request(Method::POST, &target.url, "/wake_up")
+            .headers(keys);
+        match request.timeout(WAKE_DEADLINE).send().await {
+            Ok(response) if response.status().is_success() => {
+                tracing::info!(%worker, "worker woken");
+            }
+            Ok(response) => {
+                tracing::warn!(%worker, status = %response.status(), "worker not woken");
+            }
+            Err(error) => tracing::warn!(%worker, %error, "worker not woken"),
+        }
+    }
 }
 
 impl HttpProbe {
+    /// What an engine whose probe passed says of its sleep. An answer that cannot be read says
+    /// nothing.
+    async fn sleep(&self, target: &ProbeTarget) -> Observation {
+        #[derive(Deserialize)]
+        struct SleepState {
+            is_sleeping: bool,
+        }
+        let Ok(response) = self.get(target, "/is_sleeping").await else {
+            return Observation::ProbePassed;
+        };
+        if response.status().is_client_error() {
+            return Observation::PassedWithoutSleep;
+        }
+        let body = bounded_body(response, SLEEP_BYTES_MAX).await;
+        let state = body
+            .ok()
+            .and_then(|body| serde_json::from_slice(&body).ok());
+        match state {
+            Some(SleepState { is_sleeping: true }) => Observation::Asleep,
+            Some(SleepState { is_sleeping: false }) => Observation::ProbePassed,
+            None => Observation::PassedWithoutSleep,
+        }
+    }
+
     async fn get(
         &self,
         target: &ProbeTarget,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::{DrainState, Lora, WorkerEntry};
 
-use super::breaker::{Breaker, RequestResult, RequestTimes};
+use super::breaker::{Breaker, OtherWorkers, RequestResult, RequestTimes};
 use super::checks::{CheckResult, RegistrationChecks};
 use super::drain_table::DrainTable;
 use super::engine_load::LoadTarget;
@@ -37,9 +37,19 @@ pub(crate) struct FleetWorker {
     pub load_error: Option<String>,
     pub breaker: Breaker,
     pub checks: RegistrationChecks,
+    pub sleep: SleepRoutes,
     /// Grows when the worker comes back or changes: older check results are void.
     pub epoch: u64,
     last_answer: Instant,
+}
+
+/// What is known of the engine's routes of sleep, and what is due there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SleepRoutes {
+    /// It does not report whether it sleeps.
+    pub is_absent: bool,
+    /// Requests wait for it.
+    pub is_wanted: bool,
 }
 
 /// An address to probe.
@@ -49,6 +59,8 @@ pub struct ProbeTarget {
     pub url: String,
     /// The models that the engine must list. Empty while the worker is registered.
     pub must_list: Vec<String>,
+    /// The engine may report whether it sleeps.
+    pub asks_sleep: bool,
 }
 
 /// What an input changed.
@@ -133,19 +145,36 @@ impl FleetState {
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
-        if observation == Observation::ProbePassed {
+        let answers = [
+            Observation::ProbePassed,
+            Observation::PassedWithoutSleep,
+            Observation::Asleep,
+        ];
+        if answers.contains(&observation) {
             known.last_answer = now;
             known.tls_error = None;
         }
+        match observation {
+            Observation::PassedWithoutSleep => known.sleep.is_absent = true,
+            Observation::ConnectRefused | Observation::OtherEngine => {
+                known.sleep = SleepRoutes::default();
+            }
+            Observation::ProbePassed | Observation::Asleep | Observation::ProbeFailed => {}
+        }
         match known.health.observe(observation) {
             HealthChange::Up => {
+                known.sleep.is_wanted = false;
                 known.begin_epoch();
                 // What broke before was the engine that went down.
                 known.breaker = Breaker::reset(now);
                 tracing::info!(%worker, "worker is healthy");
                 return FleetChange::ChecksDue;
             }
+            HealthChange::Down if observation == Observation::Asleep => {
+                tracing::info!(%worker, "worker is asleep, not used");
+            }
             HealthChange::Down => {
+                known.sleep = SleepRoutes::default();
                 tracing::warn!(%worker, ?observation, "worker is unhealthy, not used");
             }
             HealthChange::None if known.is_forgotten(now) => {
@@ -219,15 +248,61 @@ impl FleetState {
         result: RequestResult,
         times: RequestTimes,
     ) -> FleetChange {
+        let others = match result {
+            RequestResult::Unproven(_) => self.others_of(worker),
+            RequestResult::Answered
+            | RequestResult::Broken
+            | RequestResult::Proven(_)
+            | RequestResult::Unknown => OtherWorkers::default(),
+        };
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
         let (was_open, passed_over) = (known.breaker.is_open(), known.breaker.passes_over());
-        known.breaker.record(result, times);
+        known.breaker.record(result, times, others);
         if known.breaker.is_open() && !was_open {
-            tracing::warn!(%worker, "circuit breaker opened, requests break");
+            tracing::warn!(%worker, "circuit breaker opened, requests fail");
         }
         known.breaker_change(passed_over)
+    }
+
+    /// The engine at `url` named a pause, and another worker served the request.
+    pub(crate) fn request_postponed(
+        &mut self,
+        worker: &WorkerId,
+        url: &str,
+        pause: Duration,
+        now: Instant,
+    ) -> FleetChange {
+        let Some(known) = self.at(worker, url) else {
+            return FleetChange::None;
+        };
+        let passed_over = known.breaker.passes_over();
+        known.breaker.rest(pause, now);
+        known.breaker_change(passed_over)
+    }
+
+    /// What the usable workers with a model in common with this one do.
+    fn others_of(&self, worker: &WorkerId) -> OtherWorkers {
+        let mut others = OtherWorkers::default();
+        let Some(known) = self.workers.get(worker) else {
+            return others;
+        };
+        let shares = |other: &FleetWorker| {
+            let models = &other.entry.models;
+            models
+                .iter()
+                .any(|model| known.entry.models.contains(model))
+        };
+        for (name, other) in &self.workers {
+            if name != worker && other.serves() && shares(other) {
+                let (failed, answered) = other.breaker.counts();
+                others.workers += 1;
+                others.failed = others.failed.saturating_add(failed);
+                others.answered = others.answered.saturating_add(answered);
+            }
+        }
+        others
     }
 
     /// A request is sent to `url`.
@@ -252,7 +327,7 @@ impl FleetState {
             let passed_over = known.breaker.passes_over();
             known.breaker.tick(now);
             if known.breaker_change(passed_over) != FleetChange::None {
-                tracing::info!(%worker, "circuit breaker half open");
+                tracing::info!(%worker, breaker = known.breaker.label(), "worker is used again");
                 change = FleetChange::Published;
             }
         }
@@ -328,8 +403,39 @@ impl FleetState {
                 true => Vec::new(),
                 false => worker.entry.models.clone(),
             },
+            asks_sleep: !worker.sleep.is_absent,
         };
         self.workers.values().map(target).collect()
+    }
+
+    /// Requests wait for the model, all of whose workers sleep: one of them is to be woken.
+    pub(crate) fn want_awake(&mut self, model: &str) -> FleetChange {
+        let sleeps = |worker: &&mut FleetWorker| {
+            worker.health == WorkerHealth::Asleep && worker.names(model)
+        };
+        let mut asleep = self.workers.values_mut().filter(sleeps);
+        // One that is woken already comes first.
+        if let Some(first) = asleep.next()
+            && !first.sleep.is_wanted
+            && !asleep.any(|worker| worker.sleep.is_wanted)
+        {
+            let worker = first.entry.worker.clone();
+            tracing::info!(%worker, model, "requests wait, worker is to be woken");
+            first.sleep.is_wanted = true;
+        }
+        FleetChange::None
+    }
+
+    /// The addresses of workers that are to be woken.
+    pub(crate) fn wake_targets(&self) -> Vec<ProbeTarget> {
+        let mut targets = self.probe_targets();
+        targets.retain(|target| {
+            let worker = self.workers.get(&target.worker);
+            worker.is_some_and(|worker| {
+                worker.sleep.is_wanted && worker.health == WorkerHealth::Asleep
+            })
+        });
+        targets
     }
 
     pub(crate) fn counts_requests(&self) -> bool {
@@ -381,6 +487,7 @@ impl FleetWorker {
             load_error: None,
             breaker: Breaker::default(),
             checks: RegistrationChecks::default(),
+            sleep: SleepRoutes::default(),
             epoch: 0,
             last_answer: now,
         }
@@ -393,14 +500,19 @@ impl FleetWorker {
 
     /// Whether it renders prompts of this model and route with images, and takes requests.
     pub(crate) fn renders(&self, model: &str, base: &str, route: PromptRoute) -> bool {
-        let serves_it = self.entry.models.iter().any(|name| name == model)
-            || self.entry.loras.iter().any(|lora| lora.name == model);
+        let serves_it = self.names(model);
         let checks = self.checks.models.get(base);
         let check = checks.and_then(|checks| checks.tokens.rendering(route));
         self.serves()
             && !self.breaker.passes_over()
             && serves_it
             && check.is_some_and(CheckResult::passed)
+    }
+
+    /// The model is one of its base models or adapters.
+    pub(crate) fn names(&self, model: &str) -> bool {
+        self.entry.models.iter().any(|name| name == model)
+            || self.entry.loras.iter().any(|lora| lora.name == model)
     }
 
     /// It answers, and no shim registers it: it is routed by load.

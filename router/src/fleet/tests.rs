@@ -425,6 +425,74 @@ fn a_worker_that_comes_back_has_a_closed_breaker() {
     assert_eq!(candidates(&fleet), Ok(2));
 }
 
+/// A poison request of one client fails on all engines.
+#[test]
+fn unproven_failures_of_equal_requests_open_no_breaker_and_proven_ones_do() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
+    }
+    for number in 0..50 {
+        for worker in ["v", "w"] {
+            began(&fleet, worker)
+                .of_case(RequestCase(number % 3))
+                .fail();
+        }
+    }
+    assert_eq!(candidates(&fleet), Ok(2));
+    for _ in 0..10 {
+        began(&fleet, "v").suspect(None).proven();
+    }
+    assert_eq!(candidates(&fleet), Ok(1));
+    assert!(!fleet.snapshot()[1].breaker.is_open());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_overloaded_worker_is_passed_over_for_the_time_that_it_names() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
+    }
+    let pause = Some(Duration::from_secs(7));
+    drop(began(&fleet, "v").suspect(pause));
+    assert_eq!(
+        candidates(&fleet),
+        Ok(2),
+        "no other worker served the request"
+    );
+    began(&fleet, "v").suspect(pause).proven();
+    assert_eq!(candidates(&fleet), Ok(1));
+    for (secs, left) in [(6, 1), (1, 2)] {
+        tokio::time::advance(Duration::from_secs(secs)).await;
+        fleet.update(|state| state.tick(Instant::now().into_std()));
+        assert_eq!(candidates(&fleet), Ok(left));
+    }
+}
+
+#[test]
+fn a_sleeping_worker_gets_no_requests_and_one_of_them_is_woken_on_demand() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
+    }
+    observe(&fleet, "v", Observation::Asleep);
+    assert_eq!(candidates(&fleet), Ok(1));
+    assert!(!fleet.is_asleep("m"));
+    observe(&fleet, "w", Observation::Asleep);
+    assert_eq!(candidates(&fleet), Err(RouteRefusal::AllUnhealthy));
+    assert!(fleet.is_asleep("m") && !fleet.is_asleep("n"));
+    let waking = || fleet.state().wake_targets().len();
+    assert_eq!(waking(), 0);
+    fleet.wake("m");
+    fleet.wake("m");
+    assert_eq!(waking(), 1, "one at a time");
+    observe(&fleet, "v", Observation::ProbePassed);
+    assert_eq!((candidates(&fleet), waking()), (Ok(1), 0));
+}
+
 /// Otherwise each worker of a fleet that starts would have all others probed.
 #[test]
 fn a_registration_has_the_fleet_probed_and_an_observation_does_not() {

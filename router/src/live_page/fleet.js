@@ -40,7 +40,7 @@ function faults(row) {
 
 const healthLevel = (row) => {
   if (row.health === "unhealthy") return "bad";
-  return faults(row).length || row.health === "unchecked" ? "warn" : "good";
+  return faults(row).length || row.health !== "healthy" ? "warn" : "good";
 };
 
 const COLUMNS = [
@@ -57,7 +57,7 @@ const COLUMNS = [
   {
     label: "Breaker",
     text: (row) => word(row.breaker),
-    level: (row) => ({ half_open: "warn", open: "bad" })[row.breaker] ?? null,
+    level: (row) => ({ half_open: "warn", resting: "warn", open: "bad" })[row.breaker] ?? null,
   },
   tier("gpu", "GPU"),
   tier("cpu", "CPU"),

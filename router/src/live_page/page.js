@@ -240,6 +240,7 @@ function showTiles(state, rated) {
   const healthy = having("health", "healthy");
   const parts = [
     [having("health", "unhealthy"), "unhealthy"],
+    [having("health", "asleep"), "asleep"],
     [having("drain", "draining"), "draining"],
     [having("breaker", "open"), "with an open breaker"],
   ];

@@ -214,8 +214,12 @@ label_enum! {
         Broken = "broken",
         /// The engine sent no output, or no head, in time.
         Silent = "silent",
-        /// The engine answered 502 or 503.
+        /// The engine answered with a status that another engine may not answer with.
         Status = "status",
+        /// The engine answered 200 with an error in place of an answer.
+        ErrorAnswer = "error_answer",
+        /// The worker became unhealthy, stalled or fell asleep before it answered.
+        Lost = "lost",
         /// The engine closed a reused connection: sent again on a new one.
         StaleConnection = "stale_connection",
     }

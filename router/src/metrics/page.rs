@@ -41,6 +41,8 @@ pub(crate) struct Scraped<'a> {
     pub sync: Option<&'a sync::ReplicaStatus>,
     pub queues: &'a [QueueStatus],
     pub tokenizers: &'a TokenizerTable,
+    /// Retries that the budget has left.
+    pub retries_left: u64,
     pub leaving: bool,
 }
 
@@ -84,6 +86,8 @@ pub(crate) struct WorkerStatus {
     pub checks: Vec<(&'static str, bool)>,
     /// Names of the checks that found a difference; an open check neither passed nor failed.
     pub failed_checks: Vec<&'static str>,
+    /// Why its requests are for other workers, although its health checks pass.
+    pub passed_over: Vec<&'static str>,
     /// By rank, where known: observed over predicted time to first token.
     pub ttft_ratios: Vec<(u32, f64)>,
 }
@@ -110,6 +114,11 @@ impl Page {
         let leaving = u64::from(scraped.leaving);
         self.0
             .gauge("draining", "1 while the router reports not-ready", leaving);
+        self.0.gauge(
+            "retries_left",
+            "Attempts that may be repeated now, by the budget of retries",
+            scraped.retries_left,
+        );
         self.loads(scraped.loads);
         self.workers(scraped.workers);
         self.served(scraped.series);
@@ -240,6 +249,19 @@ impl Page {
             "1 while an operator has drained the worker",
             |status| status.draining,
         );
+        let passed_over = workers.iter().flat_map(|status| {
+            let reasons = status.passed_over.iter();
+            reasons.map(|reason| {
+                let labels = MetricLabels::new(&[("reason", reason), ("worker", &status.worker)]);
+                (labels, 1)
+            })
+        });
+        self.0.family(
+            MetricKind::Gauge,
+            "worker_passed_over",
+            "1 where a healthy worker gets no requests, or only trials, by why",
+            passed_over,
+        );
         let checks = workers.iter().flat_map(|status| {
             status.checks.iter().map(|(check, passed)| {
                 let labels = MetricLabels::new(&[("check", check), ("worker", &status.worker)]);
@@ -294,6 +316,17 @@ impl Page {
                 (labels, count)
             })
         });
+        let asleep = table.iter().map(|model| {
+            let count = model.totals.asleep.load(Ordering::Relaxed);
+            (MetricLabels::new(&[("model", &model.model)]), count)
+        });
+        let asleep = asleep.filter(|(_, count)| *count > 0);
+        self.0.family(
+            MetricKind::Counter,
+            "model_asleep_requests_total",
+            "Requests that found all workers of their model asleep",
+            asleep,
+        );
         self.0.family(
             MetricKind::Counter,
             "model_requests_total",

@@ -54,6 +54,8 @@ pub(crate) struct WorkerSeries {
 pub(crate) struct ModelTotals {
     /// Requests that no worker answered.
     pub unplaced: RequestCounts,
+    /// Requests that found all workers of the model asleep.
+    pub asleep: AtomicU64,
     pub queue: SecondsHistogram,
     pub decision: SecondsHistogram,
 }

@@ -1,12 +1,15 @@
 //! One attempt: a request on its way to one engine, until the engine's answer begins.
 //!
-//! While the request may still be moved (see [`crate::route::moves`]) the answer's head is held
-//! back until the first byte of its body is there or the time for moving is over, at most the delay
-//! between the routers. Engines send heads long before their first token, and a client that has a
-//! head cannot be served by another engine. With `first_token_timeout_secs` the head of a stream is
-//! held back for the same reason until its first byte or that time, and with `resume_streams` that
-//! of a stream that can be resumed, until its first byte. The head of any other answer is waited for
-//! up to `engines.answer_timeout_secs`.
+//! Engines send heads long before their first token, and a client that has a head cannot be served by
+//! another engine. So the head of a generated answer is held back until the answer shows that it is
+//! none: until the first output of a stream, or the first byte of another answer. An error in its
+//! place is a failure of the engine. Where no other worker could take the request, a head is held
+//! back only while the request may be moved (see [`crate::route::moves`]), at most the delay between
+//! the routers, with `first_token_timeout_secs` for that time, and with `resume_streams`.
+//! The head of any other answer is waited for up to `engines.answer_timeout_secs`.
+//!
+//! A request that waits at a source that is lost (see [`crate::lost_sources`]) leaves it, if another
+//! worker can take it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,18 +17,24 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use bytes::Bytes;
 use http_body::Body as _;
-use http_body_util::BodyExt as _;
 use hyper_util::client::legacy;
+use warmroute_proto::Source;
 
 use super::App;
+use super::early_bytes::{AnswerKind, EarlyBytes};
 use super::engine_client::EngineResponse;
 use super::forward::{ForwardedRequest, Routing};
+use crate::answer_end::AnswerRule;
 use crate::engine_connector::AddressError;
 use crate::engine_error::{lacks_files, with_causes};
 use crate::fleet::TrackedRequest;
+use crate::lost_sources::{Loss, LossWatch};
 use crate::metrics::{CancelPhase, Metrics};
 use crate::route::{Admitted, Decision, RouteRequest};
 use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
+
+/// Between two looks for another worker, while a source is lost and there is none.
+const LOSS_RECHECK: Duration = Duration::from_secs(1);
 
 /// Where a request is sent.
 pub(super) struct Placement {
@@ -34,6 +43,9 @@ pub(super) struct Placement {
     pub tracked: TrackedRequest,
     /// Present while the request may be moved.
     pub watch: Option<MoveWatch>,
+    /// Notified of losses after the choice.
+    pub losses: LossWatch,
+    pub rule: AnswerRule,
     /// The first choice, if the request was moved.
     pub moved_from: Option<Box<Decision>>,
 }
@@ -42,6 +54,18 @@ pub(super) struct Placement {
 pub(super) struct EngineHead {
     pub response: EngineResponse,
     pub early: Option<Bytes>,
+    /// The answer begins with an error, under the status 200.
+    pub is_error: bool,
+}
+
+impl EngineHead {
+    const fn alone(response: EngineResponse) -> Self {
+        Self {
+            response,
+            early: None,
+            is_error: false,
+        }
+    }
 }
 
 /// Why an attempt has no answer.
@@ -59,6 +83,8 @@ pub(super) enum AttemptError {
     /// The engine needs no model for the request, which the client may have made large.
     #[error("no answer without the model within {0:?}")]
     BriefSilent(Duration),
+    #[error("the worker is lost: {0:?}")]
+    Lost(Loss),
 }
 
 impl AttemptError {
@@ -73,7 +99,7 @@ struct HeadWait {
     predicted: Option<Duration>,
     /// Longest time to the answer's head, of a stream to the first byte of its body.
     silent_max: Option<Duration>,
-    /// The first byte of a stream is waited for.
+    /// The beginning of the answer is waited for.
     holds_head: bool,
 }
 
@@ -84,12 +110,14 @@ enum Waited {
 }
 
 impl App {
-    /// Sends the request to its placement, and to the next one if it is moved.
+    /// Sends the request to its placement, and to the next one if it is moved. `leaves`: whether the
+    /// request can be sent to another worker when its source is lost.
     pub(super) async fn attempt(
         &self,
         request: &ForwardedRequest,
         routing: &Routing,
         placement: &mut Placement,
+        leaves: impl Fn(&Source) -> bool,
     ) -> Result<EngineHead, AttemptError> {
         loop {
             let predicted = placement.decision.predicted_ttft;
@@ -102,7 +130,10 @@ impl App {
                 } else {
                     settings.answer_timeout().or(routing.head_max)
                 },
-                holds_head: routing.holds_head || routing.streaming && first_token_max.is_some(),
+                holds_head: routing.holds_head
+                    || routing.streaming && first_token_max.is_some()
+                    || routing.rule == AnswerRule::Generated
+                        && placement.decision.compared.len() > 1,
             };
             let (source, url) = (placement.decision.source.clone(), &placement.decision.url);
             let url = Arc::clone(url);
@@ -110,7 +141,8 @@ impl App {
             let sent = self.engines.send(addressed()?, || addressed().ok());
             let cancel = CancelCount::armed(&self.metrics, routing.cancel);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
-            let waited = wait_for_head(sent, limits, placement, moves).await;
+            let leaves = || leaves(&source);
+            let waited = wait_for_head(sent, limits, placement, moves, leaves).await;
             cancel.disarm();
             match waited {
                 Waited::Head(Err(AttemptError::Silent(after)))
@@ -133,15 +165,18 @@ impl App {
             exclude: &routing.excluded.sources,
         };
         let slot = placement.slot.counter();
+        let losses = self.core.losses().watch();
         let moved = self.core.reconsider(slot, &ask, routing.index.as_ref());
         let Some(Admitted { decision, slot, .. }) = moved else {
             return false;
         };
         placement.slot.take_over(slot);
+        placement.losses = losses;
         let from = std::mem::replace(&mut placement.decision, decision);
         placement.tracked = self
             .fleet
-            .request_began(&placement.decision.source.worker, &placement.decision.url);
+            .request_began(&placement.decision.source.worker, &placement.decision.url)
+            .of_case(routing.case);
         tracing::debug!(from = %from.source, to = %placement.decision.source, "request moved");
         placement.moved_from = Some(Box::new(from));
         placement.watch = None;
@@ -156,10 +191,14 @@ async fn wait_for_head(
     limits: HeadWait,
     placement: &mut Placement,
     mut moves: impl FnMut(&mut Placement) -> bool,
+    leaves: impl Fn() -> bool,
 ) -> Waited {
     let holds_head = limits.holds_head;
     let (prefill_end, silent) = (pause(limits.predicted), pause(limits.silent_max));
     tokio::pin!(sent, prefill_end, silent);
+    let source = placement.decision.source.clone();
+    let mut early = EarlyBytes::default();
+    let mut loss = None;
     let mut held: Option<EngineResponse> = None;
     let mut in_prefill = true;
     loop {
@@ -169,18 +208,20 @@ async fn wait_for_head(
             biased;
             result = &mut sent, if held.is_none() => match result {
                 Ok(response)
-                    if (watch.is_some() || holds_head) && is_stream(&response) =>
+                    if watch.is_some() && is_stream(&response)
+                        || holds_head && EarlyBytes::reads(&response) =>
                 {
+                    early.kind = AnswerKind::of(response.headers());
                     held = Some(response);
                 }
                 result => {
-                    let head = result.map(|response| EngineHead { response, early: None });
+                    let head = result.map(EngineHead::alone);
                     return Waited::Head(head.map_err(AttemptError::from));
                 }
             },
-            early = first_bytes(held.as_mut()) => {
+            begun = early.begins(held.as_mut()) => {
                 let Some(response) = held.take() else { continue };
-                let head = early.map(|early| EngineHead { response, early });
+                let head = begun.map(|()| early.head(response));
                 return Waited::Head(head.map_err(AttemptError::from));
             }
             signal = next_signal(watch) => match signal {
@@ -194,13 +235,18 @@ async fn wait_for_head(
                 placement.slot.prefill_predicted();
             }
             after = &mut silent => return Waited::Head(Err(AttemptError::Silent(after))),
+            lost = next_loss(&mut placement.losses, &source, loss) => {
+                if leaves() {
+                    return Waited::Head(Err(AttemptError::Lost(lost)));
+                }
+                loss = Some(lost);
+            }
         }
         if placement.watch.is_none()
             && !holds_head
             && let Some(response) = held.take()
         {
-            let early = None;
-            return Waited::Head(Ok(EngineHead { response, early }));
+            return Waited::Head(Ok(early.head(response)));
         }
     }
 }
@@ -221,17 +267,22 @@ fn is_stream(response: &EngineResponse) -> bool {
     response.status() == StatusCode::OK && response.body().size_hint().exact().is_none()
 }
 
-/// Pending without a response. Cancel-safe: bytes that came stay with the response.
-async fn first_bytes(response: Option<&mut EngineResponse>) -> hyper::Result<Option<Bytes>> {
-    let Some(response) = response else {
-        return std::future::pending().await;
-    };
-    while let Some(frame) = response.body_mut().frame().await {
-        if let Ok(data) = frame?.into_data() {
-            return Ok(Some(data));
+/// The loss of the source, or another look at an earlier one: another worker may take the request by
+/// now.
+async fn next_loss(losses: &mut LossWatch, source: &Source, earlier: Option<Loss>) -> Loss {
+    let again = async {
+        match earlier {
+            Some(loss) => {
+                tokio::time::sleep(LOSS_RECHECK).await;
+                loss
+            }
+            None => std::future::pending().await,
         }
+    };
+    tokio::select! {
+        loss = losses.lost(source) => loss,
+        loss = again => loss,
     }
-    Ok(None)
 }
 
 /// Pending without a watch.

@@ -114,14 +114,13 @@ impl Call {
     }
 
     /// The client has the engine's whole answer.
-    pub(super) fn answered(&mut self, status: StatusCode) {
-        self.report.end = if status.is_server_error() {
-            RequestEnd::Engine5xx
-        } else if status.is_client_error() {
-            RequestEnd::Engine4xx
-        } else {
-            RequestEnd::Ok
-        };
+    pub(super) const fn answered(&mut self, end: RequestEnd) {
+        self.report.end = end;
+    }
+
+    /// The event with which a stream ends that its engine does not go on with.
+    pub(super) fn error_event(&self) -> String {
+        ProxyError::StreamSilent.event(self.form)
     }
 
     /// The engine closed the connection before the end of its answer.

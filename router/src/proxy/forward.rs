@@ -2,18 +2,24 @@
 //! the next best worker.
 //!
 //! Each attempt has a slot of its own. After a refused connection another worker is always tried:
-//! the engine did not get the request. An engine that got the request and closed the connection may
-//! have crashed on it, so such a request is repeated only once. 502 and 503 come from a server that
-//! did not begin to serve the request. Any other answer of an engine is the answer.
+//! the engine did not get the request. Any other failure may be the request's fault (an engine that
+//! closed the connection may have crashed on it), so such a request is repeated only once, within
+//! the budget of retries ([`crate::retry_budget`]). 502 and 503 come from a server that did not begin
+//! to serve the request. [`crate::answer_end`] defines what counts as a failure; any other answer
+//! of an engine is the answer. A failure is the worker's for certain if another worker then answers
+//! the request.
 
+use std::hash::{Hash as _, Hasher as _};
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use tokio::time::Instant;
+use warmroute_process::access::keys::KeyId;
 use warmroute_process::log_limit::LogLimit;
 use warmroute_proto::{DpRank, Source, WorkerId};
+use xxhash_rust::xxh3::Xxh3;
 
 use super::App;
 use super::attempt::{AttemptError, EngineHead, Placement};
@@ -22,12 +28,14 @@ use super::engine_client::EngineRequest;
 use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
+use crate::answer_end::{AnswerEnd, AnswerRule, EngineFailure};
 use crate::engine_connector::AddressError;
 use crate::engine_error::is_refused;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
-use crate::fleet::{Fleet, RequestResult};
+use crate::fleet::{Fleet, RequestCase, RequestResult, SuspectedFailure};
 use crate::metrics::{CancelPhase, RetryReason};
+use crate::retry_budget::RetryKind;
 use crate::route::{AdmitError, Admitted, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
 use crate::spans::TraceStep;
@@ -35,8 +43,11 @@ use crate::spans::TraceStep;
 /// Workers that one request is sent to. A bad request must not reach the whole fleet.
 const ATTEMPTS_MAX: usize = 3;
 
-/// Attempts of one request that end with a closed connection.
-const BROKEN_MAX: usize = 2;
+/// Attempts of one request that fail at an engine that has begun to serve it.
+const FAILED_MAX: usize = 2;
+
+/// Bytes at a body's end that, with its length, distinguish requests.
+const CASE_BYTES: usize = 1 << 10;
 
 /// Lines of the log that one client may cause by requests on which engines break.
 static UNANSWERED: [LogLimit; 16] = [const { LogLimit::new() }; 16];
@@ -59,6 +70,17 @@ pub(super) struct ForwardedRequest {
     pub body: Bytes,
 }
 
+impl ForwardedRequest {
+    /// The request's case among those of its tenant: its path, and the end of its body.
+    fn case(&self, tenant: Option<&KeyId>) -> RequestCase {
+        let mut hasher = Xxh3::new();
+        let end = self.body.len().saturating_sub(CASE_BYTES);
+        (tenant.map(KeyId::as_str), &self.path, self.body.len()).hash(&mut hasher);
+        hasher.write(&self.body[end..]);
+        RequestCase(hasher.finish())
+    }
+}
+
 /// What a request is routed by.
 pub(super) struct Routing {
     pub model: String,
@@ -71,6 +93,10 @@ pub(super) struct Routing {
     pub holds_head: bool,
     /// Longest wait for the head of an answer that no model generates, unless the settings have one.
     pub head_max: Option<Duration>,
+    /// What the request is answered with.
+    pub rule: AnswerRule,
+    /// Distinguishes the request from others.
+    pub case: RequestCase,
     /// The request may be aborted on one worker and sent to another.
     pub movable: bool,
     /// How a client that leaves before the answer's head counts; `None`: the stream that the request
@@ -116,12 +142,19 @@ pub(super) struct EngineAnswer {
 #[derive(Default)]
 struct AttemptHistory {
     attempts: usize,
-    broken: usize,
+    /// Those that failed at an engine that has begun to serve the request.
+    failed: usize,
+    /// Those without an answer, of these.
+    unanswered: usize,
     tried: Vec<Source>,
     /// A connection was not opened for lack of files.
     lacked_files: bool,
-    /// A 502 or 503, which is the answer if no worker has a better one.
+    /// A failed answer, which is the answer if no worker has a better one.
     fallback: Option<EngineAnswer>,
+    /// Failures that the request's answer will prove.
+    suspected: Vec<SuspectedFailure>,
+    /// Retries were taken of those that clients' mistakes may take.
+    is_doubtful: bool,
 }
 
 impl App {
@@ -134,6 +167,8 @@ impl App {
         wait: &mut WorkerWait,
     ) -> Result<EngineAnswer, ProxyError> {
         let mut pass = QueuePass::new(routing);
+        routing.case = request.case(call.tenant_name());
+        self.retries.requested(Instant::now().into_std());
         loop {
             if pass.overtakes(self, routing) {
                 return Err(self.not_queued(call, routing));
@@ -198,7 +233,13 @@ impl App {
             if let Some(trace) = &mut call.report.trace {
                 trace.sent();
             }
-            let result = self.attempt(request, routing, &mut placement).await;
+            let may_leave = history.attempts + 1 < ATTEMPTS_MAX && history.failed + 1 < FAILED_MAX;
+            let leaves = |source: &Source| {
+                may_leave
+                    && self.has_other(routing, &history.tried, source)
+                    && self.takes_retry(RetryKind::Usual, RetryReason::Lost)
+            };
+            let result = self.attempt(request, routing, &mut placement, leaves).await;
             history.attempts += 1;
             let source = placement.decision.source.clone();
             let reason = match result {
@@ -212,24 +253,25 @@ impl App {
                     return Err(ProxyError::Upstream);
                 }
                 Ok(head) => {
-                    placement.tracked.report(RequestResult::Answered);
                     placement.watch = None;
-                    let status = head.response.status();
-                    let mut answer = EngineAnswer { head, placement };
-                    if !is_unserved(status) || history.attempts == ATTEMPTS_MAX {
-                        return Ok(answer);
+                    let answer = EngineAnswer { head, placement };
+                    match self.judge(routing, &mut history, answer) {
+                        Ok(answer) => return Ok(*answer),
+                        Err(reason) => reason,
                     }
-                    // It may be kept for as long as the next attempt takes.
-                    answer.placement.slot.fail();
-                    history.fallback = Some(answer);
-                    RetryReason::Status
                 }
                 Err(error) => {
-                    let reason = self.failed(&mut placement, &error);
+                    let reason = self.failed(&mut placement, &error, &mut history);
                     history.lacked_files |= error.lacks_files();
                     placement.slot.fail();
-                    history.broken += usize::from(reason != RetryReason::Connect);
-                    if history.attempts == ATTEMPTS_MAX || history.broken == BROKEN_MAX {
+                    let kind = match reason == RetryReason::Connect {
+                        true => RetryKind::Unsent,
+                        false => RetryKind::Usual,
+                    };
+                    // It has left its source for a retry that was taken.
+                    let has_retry = matches!(error, AttemptError::Lost(_));
+                    let is_last = history.attempts == ATTEMPTS_MAX || history.failed == FAILED_MAX;
+                    if is_last || !has_retry && !self.takes_retry(kind, reason) {
                         return history.exhausted();
                     }
                     reason
@@ -241,6 +283,88 @@ impl App {
             history.exclude(&source, &self.fleet);
             self.metrics.retried(reason);
         }
+    }
+
+    /// Returns the answer if it is for the client. Else keeps it and returns why another worker is
+    /// to be tried.
+    fn judge(
+        &self,
+        routing: &Routing,
+        history: &mut AttemptHistory,
+        mut answer: EngineAnswer,
+    ) -> Result<Box<EngineAnswer>, RetryReason> {
+        let status = answer.head.response.status();
+        let end = AnswerEnd::of(status, answer.head.is_error, routing.rule);
+        let Some(failure) = end.failure() else {
+            answer.placement.tracked.report(RequestResult::Answered);
+            if end == AnswerEnd::Served {
+                self.proven(history);
+            }
+            return Ok(Box::new(answer));
+        };
+        self.metrics.engine_failed(failure);
+        let is_unserved = is_unserved(status);
+        if !is_unserved {
+            history.failed += 1;
+        }
+        let kind = match failure.may_be_the_clients() {
+            true => RetryKind::Doubtful,
+            false => RetryKind::Usual,
+        };
+        let may_repeat = history.attempts < ATTEMPTS_MAX
+            && history.failed < FAILED_MAX
+            && (is_unserved || failure.is_repeatable(routing.rule))
+            && self.has_other(routing, &history.tried, &answer.placement.decision.source);
+        let reason = match answer.head.is_error {
+            true => RetryReason::ErrorAnswer,
+            false => RetryReason::Status,
+        };
+        if !may_repeat || !self.takes_retry(kind, reason) {
+            answer.placement.tracked.fail();
+            return Ok(Box::new(answer));
+        }
+        history.is_doubtful |= kind == RetryKind::Doubtful;
+        let is_overloaded = failure == EngineFailure::Overloaded;
+        let named = headers::retry_after(answer.head.response.headers());
+        let pause = named.filter(|_| is_overloaded);
+        history
+            .suspected
+            .push(answer.placement.tracked.suspect(pause));
+        // It may be kept for as long as the next attempt takes.
+        answer.placement.slot.fail();
+        history.fallback = Some(answer);
+        Err(reason)
+    }
+
+    /// The request was answered: its earlier failures were the workers'.
+    fn proven(&self, history: &mut AttemptHistory) {
+        for failure in history.suspected.drain(..) {
+            failure.proven();
+        }
+        if std::mem::take(&mut history.is_doubtful) {
+            self.retries.proven(Instant::now().into_std());
+        }
+    }
+
+    /// Whether a worker that was not tried can take the request.
+    fn has_other(&self, routing: &Routing, tried: &[Source], source: &Source) -> bool {
+        let now = Instant::now().into_std();
+        // A hint ends with the first failure.
+        let tried: &[Source] = match routing.excluded.for_hint {
+            true => &[],
+            false => tried,
+        };
+        let core = self.core.core();
+        core.has_other(&routing.model, tried, &source.worker, now)
+    }
+
+    /// Takes a retry from the budget, if it has one.
+    fn takes_retry(&self, kind: RetryKind, reason: RetryReason) -> bool {
+        let is_taken = self.retries.take(kind, Instant::now().into_std());
+        if !is_taken {
+            self.metrics.retry_denied(reason);
+        }
+        is_taken
     }
 
     /// Chooses and accounts in one step.
@@ -256,6 +380,7 @@ impl App {
             exclude: tried,
         };
         let chosen = Instant::now();
+        let losses = self.core.losses().watch();
         let (admitted, watch) = self.core.admit(&ask, routing.index.as_ref())?;
         call.report.step(TraceStep::Choose, chosen);
         let Admitted { decision, slot, .. } = admitted;
@@ -263,7 +388,8 @@ impl App {
         let slot = SlotHold::new(Arc::clone(&self.core), slot);
         let tracked = self
             .fleet
-            .request_began(&decision.source.worker, &decision.url);
+            .request_began(&decision.source.worker, &decision.url)
+            .of_case(routing.case);
         self.metrics.ladder(decision.basis().label());
         tracing::debug!(
             request_id = ?call.request_id(),
@@ -277,6 +403,8 @@ impl App {
             slot,
             tracked,
             watch: watch.filter(|_| routing.movable),
+            losses,
+            rule: routing.rule,
             moved_from: None,
         })
     }
@@ -299,25 +427,47 @@ impl App {
     }
 
     /// Reports a failure to the fleet.
-    fn failed(&self, placement: &mut Placement, error: &AttemptError) -> RetryReason {
+    fn failed(
+        &self,
+        placement: &mut Placement,
+        error: &AttemptError,
+        history: &mut AttemptHistory,
+    ) -> RetryReason {
         let decision = &placement.decision;
         let (worker, url) = (&decision.source.worker, &decision.url);
         if let Some(left_out) = limit_of(worker).admit() {
             tracing::warn!(%worker, %error, left_out, "worker did not answer");
         }
-        let reason = match error {
+        let (reason, failure) = match error {
             AttemptError::Request(error) if is_refused(error) => {
                 self.fleet.observe(worker, url, Observation::ConnectRefused);
                 return RetryReason::Connect;
             }
             error if error.lacks_files() => return RetryReason::Connect,
-            AttemptError::Request(error) if error.is_connect() => RetryReason::Connect,
-            AttemptError::Address(_) => RetryReason::Connect,
-            AttemptError::Request(_) | AttemptError::Body(_) => RetryReason::Broken,
-            AttemptError::Silent(_) => RetryReason::Silent,
-            AttemptError::BriefSilent(_) => return RetryReason::Silent,
+            AttemptError::Request(error) if error.is_connect() => {
+                placement.tracked.report(RequestResult::Broken);
+                return RetryReason::Connect;
+            }
+            AttemptError::Address(_) => {
+                placement.tracked.report(RequestResult::Broken);
+                return RetryReason::Connect;
+            }
+            AttemptError::Request(_) | AttemptError::Body(_) => {
+                (RetryReason::Broken, EngineFailure::Broken)
+            }
+            AttemptError::Silent(_) | AttemptError::BriefSilent(_) => {
+                (RetryReason::Silent, EngineFailure::Silent)
+            }
+            AttemptError::Lost(_) => (RetryReason::Lost, EngineFailure::Lost),
         };
-        placement.tracked.report(RequestResult::Broken);
+        self.metrics.engine_failed(failure);
+        history.failed += 1;
+        history.unanswered += 1;
+        // Health checks and stalls judge a lost worker.
+        let is_judged = matches!(error, AttemptError::Lost(_) | AttemptError::BriefSilent(_));
+        if !is_judged {
+            history.suspected.push(placement.tracked.suspect(None));
+        }
         reason
     }
 }
@@ -330,7 +480,7 @@ impl AttemptHistory {
 
     /// No further worker takes the request.
     fn refused(self, error: AdmitError) -> Result<EngineAnswer, ProxyError> {
-        if self.fallback.is_none() && self.broken == 0 && !self.lacked_files {
+        if self.fallback.is_none() && self.unanswered == 0 && !self.lacked_files {
             return Err(ProxyError::from(error));
         }
         self.exhausted()
@@ -338,7 +488,7 @@ impl AttemptHistory {
 
     /// No further attempt is made.
     fn exhausted(self) -> Result<EngineAnswer, ProxyError> {
-        let error = if self.broken > 0 {
+        let error = if self.unanswered > 0 {
             ProxyError::Upstream
         } else if self.lacked_files {
             ProxyError::FilesFull

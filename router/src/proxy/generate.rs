@@ -28,9 +28,11 @@ use super::resume::ResumableAnswer;
 use super::stored::AnswerOwner;
 use super::stream::OnUsage;
 use super::waiting::WorkerWait;
+use crate::answer_end::AnswerRule;
 use crate::audit::AuditCase;
 use crate::clock::civil_now;
 use crate::error::ProxyError;
+use crate::fleet::RequestCase;
 use crate::journal::EntryNumber;
 use crate::metrics::{CancelPhase, DecisionStep, RouteLabel};
 use crate::openai;
@@ -126,6 +128,12 @@ async fn serve(
         head_max: None,
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
+        // An answer that goes on with another one is asked of the worker that has it.
+        rule: match owner {
+            None => AnswerRule::Generated,
+            Some(_) => AnswerRule::Other,
+        },
+        case: RequestCase::default(),
         cancel: Some(CancelPhase::BeforeHead),
         excluded,
         hints,

@@ -3,6 +3,7 @@
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use uuid::Uuid;
@@ -192,6 +193,12 @@ pub(crate) fn text_value(text: &str) -> HeaderValue {
             .collect();
         HeaderValue::from_str(&safe).unwrap_or_else(|_| HeaderValue::from_static("?"))
     })
+}
+
+/// The pause that an overloaded engine names in seconds.
+pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get(header::RETRY_AFTER)?.to_str().ok()?;
+    text.trim().parse().ok().map(Duration::from_secs)
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 mod attempt;
 mod body;
 mod call;
+mod early_bytes;
 mod engine_client;
 mod explanation;
 mod forward;
@@ -23,6 +24,7 @@ mod queueing;
 mod respond;
 mod resume;
 mod routes;
+mod silence;
 mod stored;
 mod stream;
 mod waiting;
@@ -54,6 +56,7 @@ use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::openai::OpenAiError;
 use crate::ready::Ready;
+use crate::retry_budget::RetryBudget;
 use crate::route::Policy;
 use crate::settings::LiveSettings;
 use crate::shared_core::SharedCore;
@@ -84,6 +87,7 @@ pub(crate) struct App {
     pub planned: AtomicU64,
     pub ready: Arc<Ready>,
     pub held: HeldRequests,
+    pub retries: RetryBudget,
     pub admission: Arc<Admission>,
     pub stored: StoredResponses,
     pub tenants: Arc<Tenants>,

@@ -24,7 +24,9 @@ use super::plan;
 use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
+use crate::answer_end::AnswerRule;
 use crate::error::ProxyError;
+use crate::fleet::RequestCase;
 use crate::metrics::{CancelPhase, RouteLabel};
 use crate::openai::{self, OpenAiError, UnreadableForm};
 use crate::route::Prompt;
@@ -124,6 +126,8 @@ pub(super) async fn forward(
         // Such a request may have effects that an abort leaves half done.
         movable: false,
         cancel: Some(CancelPhase::BeforeHead),
+        rule: AnswerRule::Other,
+        case: RequestCase::default(),
         excluded,
         hints,
     };

@@ -14,7 +14,9 @@ use super::explanation::{Explanation, name_without_address};
 use super::forward::EngineAnswer;
 use super::headers;
 use super::resume::ResumableAnswer;
+use super::silence::SilenceWatch;
 use super::stream::{BodyWatch, Flight, FlightProgress, KeptAnswer, OnUsage, TrackedBody};
+use crate::answer_end::AnswerEnd;
 use crate::openai::StreamObserver;
 use crate::route::Decision;
 
@@ -55,11 +57,17 @@ fn watched(
     mut readers: AnswerReaders,
     watch: BodyWatch,
 ) -> Response {
-    let EngineHead { response, early } = answer.head;
+    let EngineHead {
+        response,
+        early,
+        is_error,
+    } = answer.head;
     let Placement {
         decision,
         slot,
         tracked,
+        losses,
+        rule,
         ..
     } = answer.placement;
     let (mut parts, body) = response.into_parts();
@@ -73,17 +81,25 @@ fn watched(
     call.sign(&mut parts.headers);
     let block_tokens = decision.claim.block_tokens().into();
     call.report.status = parts.status.as_u16();
+    let source = decision.source.clone();
     call.report.placed(decision, || app.fleet.catalog());
+    let is_stream = is_open_stream(parts.status, &parts.headers);
+    let pause_max = app.settings.current().token_timeout();
+    let silence = is_stream.then(|| SilenceWatch::new(losses, source, pause_max));
+    let end = AnswerEnd::of(parts.status, is_error, rule);
+    let progress = FlightProgress::judged(end.failure().is_some());
     let flight = Flight {
         call,
         slot: Some(slot),
         tracked: Some(tracked),
         status: parts.status,
+        rule,
+        silence,
         watch,
         block_tokens,
         readers,
         metrics: Arc::clone(&app.metrics),
-        progress: FlightProgress::default(),
+        progress,
     };
     Response::from_parts(parts, Body::new(TrackedBody::new(early, body, flight)))
 }

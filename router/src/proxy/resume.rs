@@ -21,7 +21,9 @@ use super::queueing::QueueHints;
 use super::respond::is_open_stream;
 use super::stream::{BodyError, Flight};
 use super::waiting::WorkerWait;
+use crate::answer_end::{AnswerRule, EngineFailure};
 use crate::error::ProxyError;
+use crate::fleet::RequestCase;
 use crate::metrics::ResumeResult;
 use crate::openai::{ParsedRequest, PromptRoute, ResumableStream, ResumeTerms, StreamBytes};
 use crate::settings::ResumeRule;
@@ -171,6 +173,8 @@ impl ResumableAnswer {
             holds_head: true,
             movable: true,
             cancel: None,
+            rule: AnswerRule::Generated,
+            case: RequestCase::default(),
             excluded: self.lost.clone().into(),
             hints: self.hints,
         };
@@ -200,7 +204,10 @@ pub(super) async fn resume(
     body: Vec<u8>,
     loss: StreamLoss,
 ) -> (Flight, Result<ResumedBody, StreamLoss>) {
-    flight.lose_worker();
+    flight.lose_worker(match loss {
+        Some(BodyError::Silent(_)) => EngineFailure::Silent,
+        Some(_) | None => EngineFailure::Broken,
+    });
     let Some(mut resumable) = flight.readers.resumable.take() else {
         return (flight, Err(loss));
     };

@@ -24,9 +24,11 @@ use super::body::{BodyBudget, BudgetShare};
 use super::call::Call;
 use super::respond::AnswerReaders;
 use super::resume::{ResumableAnswer, ResumedBody, StreamLoss, resume};
-use crate::fleet::{ModelCatalog, RequestResult, TrackedRequest};
+use super::silence::SilenceWatch;
+use crate::answer_end::{AnswerEnd, AnswerRule, EngineFailure};
+use crate::fleet::{ModelCatalog, TrackedRequest};
 use crate::metrics::{CancelPhase, Metrics};
-use crate::openai::{StreamBytes, StreamObserver, TokenUsage};
+use crate::openai::{self, StreamBytes, StreamObserver, TokenUsage};
 use crate::shared_core::SlotHold;
 use crate::tenants::Settlement;
 
@@ -88,6 +90,9 @@ pub(super) struct Flight {
     pub slot: Option<SlotHold>,
     pub tracked: Option<TrackedRequest>,
     pub status: StatusCode,
+    pub rule: AnswerRule,
+    /// Present if the answer is a stream.
+    pub silence: Option<SilenceWatch>,
     pub watch: BodyWatch,
     /// Output tokens that fill a block.
     pub block_tokens: u64,
@@ -106,6 +111,10 @@ pub(super) struct FlightProgress {
     usage: Option<TokenUsage>,
     /// The worker that goes on with the stream has sent no output.
     resumes: bool,
+    /// The JSON answer is an error.
+    is_error: bool,
+    /// The failure was counted when the answer began.
+    is_counted: bool,
     /// All is accounted.
     is_over: bool,
 }
@@ -118,7 +127,19 @@ impl Default for FlightProgress {
             unread_bytes: 0,
             usage: None,
             resumes: false,
+            is_error: false,
+            is_counted: false,
             is_over: false,
+        }
+    }
+}
+
+impl FlightProgress {
+    /// For an answer that begins. `is_counted`: as a failure.
+    pub(super) fn judged(is_counted: bool) -> Self {
+        Self {
+            is_counted,
+            ..Self::default()
         }
     }
 }
@@ -132,6 +153,8 @@ pub(super) struct TrackedBody {
     resuming: Option<Resuming>,
     /// The end of the time for the body of an error.
     error_end: Option<Pin<Box<Sleep>>>,
+    /// The router has ended the body.
+    is_cut: bool,
 }
 
 type Resuming = BoxFuture<'static, (Flight, Result<ResumedBody, StreamLoss>)>;
@@ -147,6 +170,8 @@ pub(super) enum BodyError {
     ErrorTimeout,
     #[error("an event of the stream is too large")]
     LargeEvent,
+    #[error("nothing came for {0:?}")]
+    Silent(Duration),
 }
 
 impl TrackedBody {
@@ -158,6 +183,7 @@ impl TrackedBody {
             inner,
             flight: Some(flight),
             resuming: None,
+            is_cut: false,
         };
         // An empty body is not polled.
         if tracked.is_end_stream() {
@@ -187,6 +213,17 @@ impl TrackedBody {
             && error_end.as_mut().poll(context).is_ready()
         {
             return Poll::Ready(Some(Err(BodyError::ErrorTimeout)));
+        }
+        let silence = self
+            .flight
+            .as_mut()
+            .and_then(|flight| flight.silence.as_mut());
+        if polled.is_pending()
+            && let Some(silence) = silence
+        {
+            return silence
+                .poll(context)
+                .map(|silent| Some(Err(BodyError::Silent(silent))));
         }
         polled.map_err(BodyError::from)
     }
@@ -274,9 +311,14 @@ impl TrackedBody {
         if flight.progress.phase != CancelPhase::Stream {
             flight.progress.phase = CancelPhase::Stream;
             flight.call.first_byte();
+            flight.progress.is_error =
+                matches!(flight.watch, BodyWatch::Json(_)) && openai::is_error(data);
             if let Some(on_beginning) = flight.readers.on_beginning.take() {
                 on_beginning(data);
             }
+        }
+        if let Some(silence) = &mut flight.silence {
+            silence.heard();
         }
         let unread_bytes = &mut flight.progress.unread_bytes;
         match &mut flight.watch {
@@ -312,14 +354,30 @@ impl TrackedBody {
         }
     }
 
-    /// The engine closed the connection early. The client's connection ends early too.
-    fn broken(&mut self) {
-        if let Some(mut flight) = self.flight.take() {
+    /// The engine closed the connection early, or sends nothing. Returns what the client gets: an
+    /// event where its stream can end with one, else its connection ends early too.
+    fn broken(&mut self, error: BodyError) -> Option<Result<Frame<Bytes>, BodyError>> {
+        tracing::debug!(%error, "an answer broke off");
+        let event = self.flight.take().and_then(|mut flight| {
             flight.settle(None);
             flight.call.broken();
-            flight.lose_worker();
+            let failure = match error {
+                BodyError::Silent(_) => EngineFailure::Silent,
+                BodyError::Http(_) | BodyError::ErrorTimeout | BodyError::LargeEvent => {
+                    EngineFailure::Broken
+                }
+            };
+            flight.lose_worker(failure);
             flight.progress.is_over = true;
-        }
+            (failure == EngineFailure::Silent).then(|| flight.call.error_event())
+        });
+        Some(match event {
+            Some(event) => {
+                self.is_cut = true;
+                Ok(Frame::data(event.into()))
+            }
+            None => Err(error),
+        })
     }
 }
 
@@ -345,10 +403,11 @@ impl Flight {
         }
     }
 
-    /// The engine closed the connection early.
-    pub(super) fn lose_worker(&mut self) {
+    /// The engine failed in mid-answer.
+    pub(super) fn lose_worker(&mut self, failure: EngineFailure) {
         if let Some(mut tracked) = self.tracked.take() {
-            tracked.report(RequestResult::Broken);
+            self.metrics.engine_failed(failure);
+            tracked.fail();
         }
         if let Some(mut slot) = self.slot.take() {
             slot.fail();
@@ -363,6 +422,9 @@ impl Flight {
     ) {
         self.slot = Some(placement.slot);
         self.tracked = Some(placement.tracked);
+        let pause_max = self.silence.take().and_then(|silence| silence.pause_max());
+        let source = placement.decision.source.clone();
+        self.silence = Some(SilenceWatch::new(placement.losses, source, pause_max));
         self.block_tokens = placement.decision.claim.block_tokens().into();
         if let BodyWatch::Events(watch) = &self.watch {
             self.progress.grown_blocks = watch.output_chunks() / self.block_tokens.max(1);
@@ -385,24 +447,38 @@ impl Flight {
             }
             BodyWatch::Nothing => None,
         };
+        let end = self.answer_end();
         if let Some(mut slot) = self.slot.take() {
-            if self.status.is_success() {
+            if end == AnswerEnd::Served && self.status.is_success() {
                 slot.complete();
             } else {
                 slot.fail();
             }
         }
-        self.audit(usage);
+        if let Some(failure) = end.failure().filter(|_| !self.progress.is_counted) {
+            self.metrics.engine_failed(failure);
+            if let Some(tracked) = &mut self.tracked {
+                tracked.fail();
+            }
+        }
+        self.audit(usage.filter(|_| end.failure() != Some(EngineFailure::ErrorAnswer)));
         self.settle(usage);
-        let status = self.status;
-        self.call.answered(status);
+        self.call.answered(end.request_end(self.status));
         self.progress.is_over = true;
     }
 
-    /// Clients may close at `[DONE]`, before the end of the transfer.
+    fn answer_end(&self) -> AnswerEnd {
+        let is_error = match &self.watch {
+            BodyWatch::Events(watch) => watch.failed(),
+            BodyWatch::Json(_) | BodyWatch::Nothing => self.progress.is_error,
+        };
+        AnswerEnd::of(self.status, is_error, self.rule)
+    }
+
+    /// Clients may close at `[DONE]` or an error, before the end of the transfer.
     fn has_last_event(&self) -> bool {
         match &self.watch {
-            BodyWatch::Events(watch) => watch.done(),
+            BodyWatch::Events(watch) => watch.done() || watch.failed(),
             BodyWatch::Json(_) | BodyWatch::Nothing => false,
         }
     }
@@ -416,6 +492,7 @@ impl Flight {
         };
         let settlement = match usage {
             _ if !self.status.is_success() => Settlement::Void,
+            _ if counted == 0 && self.answer_end().failure().is_some() => Settlement::Void,
             Some(usage) => Settlement::Reported(usage),
             None => Settlement::Counted,
         };
@@ -442,9 +519,12 @@ impl Body for TrackedBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let polled = self.poll_client(context);
+        if self.is_cut {
+            return Poll::Ready(None);
+        }
+        let polled = ready!(self.poll_client(context));
         match &polled {
-            Poll::Ready(Some(Ok(frame))) => {
+            Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
                     self.data(data);
                 }
@@ -453,18 +533,17 @@ impl Body for TrackedBody {
                     self.end();
                 }
             }
-            Poll::Ready(Some(Err(error))) => {
-                tracing::debug!(%error, "engine closed the connection in mid-answer");
-                self.broken();
-            }
-            Poll::Ready(None) => self.end(),
-            Poll::Pending => {}
+            Some(Err(_)) => {}
+            None => self.end(),
         }
-        polled
+        Poll::Ready(match polled {
+            Some(Err(error)) => self.broken(error),
+            polled => polled,
+        })
     }
 
     fn is_end_stream(&self) -> bool {
-        self.early.is_none() && !self.is_resumable() && self.inner.is_end_stream()
+        self.is_cut || self.early.is_none() && !self.is_resumable() && self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -535,6 +614,8 @@ mod tests {
             slot: None,
             tracked: None,
             status: StatusCode::OK,
+            rule: AnswerRule::Generated,
+            silence: None,
             watch: BodyWatch::Events(StreamObserver::default()),
             block_tokens: 16,
             readers: AnswerReaders::default(),

@@ -5,6 +5,7 @@
 //! connection ends its wait.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use prometheus::IntGauge;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -29,6 +30,8 @@ pub(crate) struct HeldRequests {
 pub(super) struct WorkerWait {
     begun: Option<BegunWait>,
     is_refused: bool,
+    /// As demand for a model that sleeps.
+    is_counted: bool,
     hints: QueueHints,
 }
 
@@ -100,6 +103,7 @@ impl WorkerWait {
         if !may_come && *error != ProxyError::NoWorker {
             return false;
         }
+        self.want_awake(app, call);
         if self.is_refused {
             return false;
         }
@@ -122,6 +126,25 @@ impl WorkerWait {
         };
         call.report.wait_ends();
         changed
+    }
+}
+
+impl WorkerWait {
+    /// Reports the demand for a model whose workers sleep, and has one woken where the settings say
+    /// so.
+    fn want_awake(&mut self, app: &App, call: &Call) {
+        let Some(series) = &call.report.series else {
+            return;
+        };
+        if !app.fleet.is_asleep(&series.model) {
+            return;
+        }
+        if !std::mem::replace(&mut self.is_counted, true) {
+            series.totals.asleep.fetch_add(1, Ordering::Relaxed);
+        }
+        if app.settings.current().wakes_engines() {
+            app.fleet.wake(&series.model);
+        }
     }
 }
 

@@ -30,6 +30,8 @@ pub(super) struct EngineSettings {
     pub(super) max_queued_requests: usize,
     pub(super) max_queued_requests_per_model: usize,
     salted_messages: bool,
+    token_timeout_secs: Seconds,
+    wake: bool,
     /// The content of `ca`.
     #[serde(skip)]
     authorities: Authorities,
@@ -52,6 +54,8 @@ impl Default for EngineSettings {
             max_queued_requests: 10_000,
             max_queued_requests_per_model: 10_000,
             salted_messages: false,
+            token_timeout_secs: Ranged(0),
+            wake: false,
             authorities: Authorities::default(),
             key: None,
         }
@@ -141,6 +145,17 @@ impl Settings {
     pub(crate) fn answer_timeout(&self) -> Option<Duration> {
         let timeout = self.engines.answer_timeout_secs.duration();
         (!timeout.is_zero()).then_some(timeout)
+    }
+
+    /// Longest time between two pieces of a stream.
+    pub(crate) fn token_timeout(&self) -> Option<Duration> {
+        let timeout = self.engines.token_timeout_secs.duration();
+        (!timeout.is_zero()).then_some(timeout)
+    }
+
+    /// Whether a sleeping engine is woken when requests wait for its model.
+    pub(crate) const fn wakes_engines(&self) -> bool {
+        self.engines.wake
     }
 
     /// The key of engines that have none of their own.

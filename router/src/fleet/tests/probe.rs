@@ -2,7 +2,7 @@ use std::io;
 
 use axum::Router;
 use axum::http::StatusCode;
-use axum::routing::get;
+use axum::routing::{get, post};
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio_util::task::TaskTracker;
@@ -49,10 +49,59 @@ async fn an_unregistered_worker_must_list_its_models() {
             worker: "w".into(),
             url: format!("{url}/{engine}"),
             must_list: models.into_iter().map(str::to_owned).collect(),
+            asks_sleep: false,
         };
         let result = probe(client.clone(), &target).await;
         assert_eq!(result, ProbeResult::Seen(expected), "{engine}");
     }
+    server.abort();
+}
+
+#[tokio::test]
+async fn an_engine_is_asked_whether_it_sleeps_unless_it_does_not_tell() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let woken = Arc::new(AtomicBool::new(false));
+    let wakes = Arc::clone(&woken);
+    let wake = move || {
+        wakes.store(true, Ordering::Relaxed);
+        async { "" }
+    };
+    let router = Router::new()
+        .route("/{engine}/health", get(|| async { "" }))
+        .route(
+            "/asleep/is_sleeping",
+            get(|| async { r#"{"is_sleeping":true}"# }),
+        )
+        .route("/asleep/wake_up", post(wake))
+        .route(
+            "/awake/is_sleeping",
+            get(|| async { r#"{"is_sleeping":false}"# }),
+        )
+        .route("/odd/is_sleeping", get(|| async { "no" }));
+    let server =
+        TaskTracker::new().spawn(async move { axum::serve(listener, router).await.unwrap() });
+    let client = crate::testing::engine_clients();
+    for (engine, asks_sleep, expected) in [
+        ("asleep", true, Observation::Asleep),
+        ("asleep", false, Observation::ProbePassed),
+        ("awake", true, Observation::ProbePassed),
+        ("odd", true, Observation::PassedWithoutSleep),
+        ("without", true, Observation::PassedWithoutSleep),
+    ] {
+        let target = ProbeTarget {
+            worker: "w".into(),
+            url: format!("{url}/{engine}"),
+            must_list: Vec::new(),
+            asks_sleep,
+        };
+        let (client, keys) = (client.clone(), EngineKeys::default());
+        let prober = HttpProbe { client, keys };
+        let result = prober.probe(&target).await;
+        assert_eq!(result, ProbeResult::Seen(expected), "{engine}");
+        prober.wake(&target).await;
+    }
+    assert!(woken.load(Ordering::Relaxed));
     server.abort();
 }
 
@@ -66,6 +115,7 @@ async fn an_engine_at_a_unix_socket_is_probed() {
             worker: "w".into(),
             url: format!("unix:{}", path.display()),
             must_list: [].into(),
+            asks_sleep: false,
         };
         let client = crate::testing::engine_clients();
         probe(client, &target).await
@@ -112,6 +162,7 @@ async fn a_probe_without_a_file_for_it_says_nothing_of_the_worker() {
             worker: "w".into(),
             url: "http://127.0.0.1:1".to_owned(),
             must_list: [].into(),
+            asks_sleep: false,
         };
         let result = probe(client.unwrap(), &target).await;
         assert_eq!(result, expected, "{errno}");

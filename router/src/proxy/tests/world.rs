@@ -616,6 +616,7 @@ impl World {
             bodies,
             engines: engine_client(&settings, &metrics, &files),
             held: HeldRequests::new(metrics.waiting().clone()),
+            retries: RetryBudget::default(),
             stored: StoredResponses::default(),
             tenants: Arc::new(Tenants::new(
                 Arc::clone(&settings),
