@@ -102,6 +102,8 @@ pub struct EngineInfo {
     pub blocks: Option<BlockCount>,
     /// It decodes speculatively; `None` if its metrics are not known.
     pub speculates: Option<bool>,
+    /// It has a KV connector; `None` before a request shows it.
+    pub connects: Option<bool>,
     pub version: Option<String>,
     /// `None` while the engine has not answered.
     pub resets: Option<ResetRoutes>,
@@ -116,9 +118,21 @@ impl EngineInfo {
     /// no absence.
     pub(crate) fn keep(&mut self, known: &Self) {
         self.speculates = self.speculates.or(known.speculates);
+        self.connects = self.connects.or(known.connects);
         self.resets = self.resets.or(known.resets);
         if self.endpoints.is_none() {
             self.endpoints.clone_from(&known.endpoints);
+        }
+    }
+
+    /// Fails if the engine shows more data-parallel ranks than are configured: the others would get
+    /// no request.
+    pub(crate) fn check_ranks(self, configured: u32) -> Result<Self, InfoError> {
+        let by_metrics = self.blocks.map_or(0, |blocks| blocks.ranks.get());
+        let by_sources = self.endpoints.as_ref().map_or(0, BTreeMap::len) as u64;
+        match u32::try_from(by_metrics.max(by_sources)).unwrap_or(u32::MAX) {
+            found if found > configured => Err(InfoError::Ranks { found, configured }),
+            _ => Ok(self),
         }
     }
 }
@@ -160,6 +174,11 @@ pub enum InfoError {
     Tls,
     #[error("something unreadable")]
     Unreadable,
+    #[error(
+        "{found} data-parallel ranks, and {configured} configured: set ranks={found} of the worker \
+         (warmroute-shim --ranks {found}); until then it is not registered"
+    )]
+    Ranks { found: u32, configured: u32 },
 }
 
 /// An engine's server: HTTP, and ZMQ sockets that one libzmq thread serves.

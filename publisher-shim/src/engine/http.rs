@@ -384,6 +384,7 @@ impl EngineInfo {
         self.blocks = blocks
             .zip(ranks)
             .map(|(sum, ranks)| BlockCount { sum, ranks });
+        self.connects = has_connector(text);
         let mut lines = text.lines();
         self.speculates = Some(lines.any(|line| line.starts_with("vllm:spec_decode_")));
     }
@@ -408,6 +409,18 @@ impl EngineInfo {
             endpoints.insert(rank, of_rank);
         }
     }
+}
+
+/// Whether the engine asks a KV connector for what its own cache lacks. `None` before its first
+/// request with blocks, and of versions whose metrics do not show it.
+fn has_connector(metrics: &str) -> Option<bool> {
+    let count = |name| {
+        let counts = samples(metrics, name).map(|sample| sample.value);
+        counts.reduce(|sum, count| sum + count)
+    };
+    let external = count("vllm:external_prefix_cache_queries_total")?;
+    let own = count("vllm:prefix_cache_queries_total")?;
+    (external > 0.0 || own > 0.0).then_some(external > 0.0)
 }
 
 /// Calls so far that can reset the prefix cache, also those that failed. A call of newer versions
@@ -619,6 +632,50 @@ mod tests {
         other_order.read_metrics("vllm:cache_config_info{a=\"1\",block_size=\"16\"} 1.0");
         assert_eq!(other_order.block_size, BlockSize::new(16));
         assert_eq!(other_order.blocks, None);
+    }
+
+    #[test]
+    fn a_connector_is_known_from_the_first_request_on() {
+        let read = |external: &str, own: u32| {
+            let mut info = EngineInfo::default();
+            info.read_metrics(&format!(
+                "vllm:cache_config_info{{block_size=\"16\"}} 1.0\n\
+                 vllm:prefix_cache_queries_total{{engine=\"0\"}} {own}\n{external}"
+            ));
+            info.connects
+        };
+        let external = |count: u32| {
+            format!("vllm:external_prefix_cache_queries_total{{engine=\"0\"}} {count}\n")
+        };
+        assert_eq!(read(&external(0), 0), None);
+        assert_eq!(read(&external(0), 50), Some(false));
+        assert_eq!(read(&external(20), 50), Some(true));
+        assert_eq!(read("", 50), None);
+    }
+
+    #[test]
+    fn more_ranks_than_are_configured_are_an_error() {
+        let mut info = EngineInfo::default();
+        info.read_metrics(
+            "vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"64\"} 1.0\n\
+             vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"64\"} 1.0\n",
+        );
+        let refused = info.clone().check_ranks(1).unwrap_err();
+        assert_eq!(
+            refused,
+            InfoError::Ranks {
+                found: 2,
+                configured: 1
+            }
+        );
+        assert!(refused.to_string().contains("ranks=2"), "{refused}");
+        assert!(info.check_ranks(2).is_ok());
+        let mut info = EngineInfo::default();
+        let sources =
+            br#"{"0":{"enable_kv_cache_events":true},"1":{"enable_kv_cache_events":true}}"#;
+        info.read_sources(sources, "http://h:1");
+        assert!(info.clone().check_ranks(1).is_err());
+        assert!(EngineInfo::default().check_ranks(1).is_ok());
     }
 
     #[test]

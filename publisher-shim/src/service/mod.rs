@@ -18,7 +18,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 use warmroute_plane::{Connection, Plane};
 use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::{EngineTls, TlsError};
@@ -374,11 +374,16 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             read_resets(&shared, &*engine).await;
             continue;
         }
-        let mut info = match engine.info().await {
+        let read = engine.info().await;
+        let mut info = match read.and_then(|info| info.check_ranks(shared.ranks)) {
             Ok(info) => info,
             Err(error) => {
                 if warning.is_due(Instant::now(), error) {
-                    warn!(%error, "cannot list the engine's models");
+                    if matches!(error, InfoError::Ranks { .. }) {
+                        error!(%error, "the engine is refused");
+                    } else {
+                        warn!(%error, "cannot list the engine's models");
+                    }
                 }
                 continue;
             }
@@ -409,12 +414,13 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     }
 }
 
-/// The next engine at this URL may decode otherwise.
+/// The next engine at this URL may decode otherwise, and have another connector.
 fn forget_speculation(shared: &ShimState) {
     shared.info.send_if_modified(|known| {
-        let is_known = known.speculates.is_some();
+        let is_known = known.speculates.is_some() || known.connects.is_some();
         if is_known {
-            Arc::make_mut(known).speculates = None;
+            let known = Arc::make_mut(known);
+            (known.speculates, known.connects) = (None, None);
         }
         is_known
     });

@@ -286,6 +286,7 @@ impl<E: EngineLink> RankTask<E> {
             // The sum bounds every rank, also if ranks differ.
             blocks_max: info.blocks.map(|blocks| blocks.sum),
             speculates: info.speculates,
+            connects: info.connects,
         });
         if let Some(calls) = info.reset_calls {
             self.core.reset_calls(now(), calls);

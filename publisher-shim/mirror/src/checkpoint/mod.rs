@@ -175,6 +175,7 @@ fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
         blocks_max: _,
         orphans_max: _,
         speculates: _,
+        connects: _,
         assume,
     } = config;
     let mirror::Assumptions {

@@ -9,6 +9,8 @@
 //! blocks are opaque and only not found: `partial`, from the first such block on. A connector that is
 //! not known to publish removals may hold less than it stored: `unverified`, in CPU memory until
 //! the first removal that names a KV group.
+//! An engine whose metrics show a KV connector may hold blocks in a lower tier of which no event
+//! came: `partial`. An engine that has none has no lower tiers: they are empty, and that is complete.
 //! An operator who knows better can declare it ([`Assumptions`]).
 
 use warmroute_proto::{Tier, TierState, Tiers};
@@ -54,6 +56,8 @@ pub enum TierLimit {
     Unpaired,
     /// Blocks may be missing: from before the mirror began, without a known parent, or undecodable.
     History,
+    /// The engine has a KV connector, and no event has named a block of this tier.
+    Silent,
 }
 
 impl TierLimit {
@@ -62,7 +66,11 @@ impl TierLimit {
         match self {
             Self::Groups | Self::NoExtraKeys | Self::NoGroupKinds => TierState::Stale,
             Self::NoRemovals | Self::UnknownEvent | Self::Chunks => TierState::Unverified,
-            Self::Unidentified | Self::UnnamedLora | Self::Unpaired | Self::History => {
+            Self::Unidentified
+            | Self::UnnamedLora
+            | Self::Unpaired
+            | Self::History
+            | Self::Silent => {
                 TierState::Partial
             }
         }
@@ -103,6 +111,10 @@ impl TierLimit {
                 "it removed a block that it did not store: other such blocks get no credit"
             }
             Self::History => "blocks that it held before get no credit",
+            Self::Silent => {
+                "its KV connector has published no block of this tier, which may hold some: if it has \
+                 the tier, look why its events do not arrive"
+            }
         }
     }
 }
@@ -291,6 +303,7 @@ impl Knowledge {
         &self,
         tier: Tier,
         assume: Assumptions,
+        connects: Option<bool>,
         has_orphans: bool,
         lacks_kinds: bool,
     ) -> Option<TierLimit> {
@@ -313,6 +326,9 @@ impl Knowledge {
             Some(TierLimit::UnnamedLora)
         } else if known.unpaired {
             Some(TierLimit::Unpaired)
+        } else if let (Some(connects), false) = (connects, tier == Tier::Gpu || known.stored) {
+            // A tier that does not exist holds nothing, whatever was before.
+            connects.then_some(TierLimit::Silent)
         } else if !self.is_whole(tier) || has_orphans {
             Some(TierLimit::History)
         } else {

@@ -60,6 +60,8 @@ pub struct MirrorConfig {
     pub orphans_max: usize,
     /// Whether the engine decodes speculatively; `None` if its metrics are not known.
     pub speculates: Option<bool>,
+    /// Whether the engine has a KV connector, and so lower tiers; `None` if that is not known.
+    pub connects: Option<bool>,
     pub assume: Assumptions,
 }
 
@@ -70,6 +72,7 @@ impl Default for MirrorConfig {
             blocks_max: None,
             orphans_max: 1 << 16,
             speculates: None,
+            connects: None,
             assume: Assumptions::default(),
         }
     }
@@ -258,8 +261,8 @@ impl Mirror {
         let limit = |tier| {
             let has_orphans = self.orphans.references(tier) > 0;
             let lacks_kinds = self.groups.lacks_kinds(tier);
-            let assume = self.config.assume;
-            let known = self.knowledge.limit(tier, assume, has_orphans, lacks_kinds);
+            let (assume, connects) = (self.config.assume, self.config.connects);
+            let known = (self.knowledge).limit(tier, assume, connects, has_orphans, lacks_kinds);
             let has_chunks = self.groups.has_chunks(tier, self.block_size);
             let chunks = has_chunks.then_some(TierLimit::Chunks);
             // The gravest one.
@@ -316,6 +319,10 @@ impl Mirror {
 
     pub const fn set_speculation(&mut self, speculates: Option<bool>) {
         self.config.speculates = speculates;
+    }
+
+    pub const fn set_connector(&mut self, connects: Option<bool>) {
+        self.config.connects = connects;
     }
 
     /// No group seen so far has another kind than main attention.

@@ -842,6 +842,26 @@ fn prefixes_up_to(tokens: &[u32]) -> BTreeSet<PrefixHash> {
         .collect()
 }
 
+/// An LMCache server whose events never come, and an engine without a connector after a reset.
+#[test]
+fn a_lower_tier_that_nobody_reports_is_partial_if_there_is_a_connector() {
+    let mut mirror = mirror(Start::Empty);
+    mirror.apply(&batch(vec![stored(None, &[1])])).unwrap();
+    let lower = |mirror: &Mirror| (mirror.states().cpu, mirror.states().disk);
+    let complete = (TierState::Complete, TierState::Complete);
+    let partial = (TierState::Partial, TierState::Partial);
+    assert_eq!(lower(&mirror), complete, "not known");
+    mirror.set_connector(Some(true));
+    assert_eq!(lower(&mirror), partial);
+    assert_eq!(mirror.limits().cpu, Some(TierLimit::Silent));
+    assert_eq!(mirror.states().gpu, TierState::Complete);
+    mirror.forget();
+    assert_eq!(lower(&mirror), partial);
+    mirror.set_connector(Some(false));
+    assert_eq!(lower(&mirror), complete, "it holds nothing");
+    assert_eq!(mirror.states().gpu, TierState::Partial);
+}
+
 #[test]
 fn a_lower_tiers_chunk_counts_as_its_blocks() {
     let mut mirror = with_plain_chunks();

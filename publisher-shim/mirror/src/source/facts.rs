@@ -13,6 +13,8 @@ pub struct EngineFacts {
     pub blocks_max: Option<u64>,
     /// It decodes speculatively.
     pub speculates: Option<bool>,
+    /// It has a KV connector.
+    pub connects: Option<bool>,
 }
 
 impl SourceCore {
@@ -20,6 +22,7 @@ impl SourceCore {
     pub fn learn(&mut self, facts: EngineFacts) {
         self.mirror.set_blocks_max(facts.blocks_max);
         self.mirror.set_speculation(facts.speculates);
+        self.mirror.set_connector(facts.connects);
         if let Some(block_size) = facts.block_size {
             self.mirror.suggest_block_size(block_size);
         }
