@@ -51,6 +51,9 @@ const MODELS_BYTES_MAX: usize = 1 << 20;
 /// An answer to a probe has some hundred token ids.
 const PROBE_BYTES_MAX: usize = 1 << 20;
 
+/// Characters of an engine's reason that are kept.
+const REASON_MAX: usize = 200;
+
 /// A busy engine answers late.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -69,6 +72,8 @@ enum TokenizeAnswer {
     Tokens(parity::ProbeAnswer),
     /// The engine has no such route.
     NoRoute,
+    /// The engine has switched the route off, or what the probe needs of it, for this reason.
+    SwitchedOff(String),
     /// No usable answer: 401, 403, 429, 5xx, other JSON, or no connection; of a render route, only
     /// statuses that pass.
     Unavailable,
@@ -276,6 +281,7 @@ impl RegistrationChecker {
             return TokenChecks::all(&CheckResult::failed("the router's tokenizer failed"));
         };
         let mut verdicts = Vec::with_capacity(probes.len());
+        let mut switched_off = Vec::new();
         let mut is_unanswered = false;
         for probe in probes {
             // One unanswered probe of a render route is enough: a busy engine may answer late.
@@ -292,6 +298,10 @@ impl RegistrationChecker {
                 }
                 // Engines without render routes are not asked again.
                 TokenizeAnswer::NoRoute => continue,
+                TokenizeAnswer::SwitchedOff(why) => {
+                    switched_off.push((probe.kind, why));
+                    continue;
+                }
                 TokenizeAnswer::Unavailable => {
                     is_unanswered = true;
                     continue;
@@ -299,7 +309,7 @@ impl RegistrationChecker {
             };
             verdicts.push((probe.name, probe.kind, verdict));
         }
-        let checks = token_checks(&verdicts);
+        let checks = token_checks(&verdicts, &switched_off);
         if is_unanswered {
             with_pending_renders(checks)
         } else {
@@ -354,7 +364,12 @@ impl RegistrationChecker {
                 parity::ProbeAnswer::Unusable
                     if path != ProbePath::Tokenize && !is_passing(status) =>
                 {
-                    TokenizeAnswer::NoRoute
+                    match reason(&body) {
+                        Some(why) if status == StatusCode::FORBIDDEN => {
+                            TokenizeAnswer::SwitchedOff(why)
+                        }
+                        Some(_) | None => TokenizeAnswer::NoRoute,
+                    }
                 }
                 parity::ProbeAnswer::Unusable => {
                     let worker = &worker.entry.worker;
@@ -362,9 +377,13 @@ impl RegistrationChecker {
                     tracing::warn!(%worker, %status, path, "no usable answer to a probe");
                     TokenizeAnswer::Unavailable
                 }
-                answer @ (parity::ProbeAnswer::Tokens(_) | parity::ProbeAnswer::Refused) => {
-                    TokenizeAnswer::Tokens(answer)
+                parity::ProbeAnswer::Refused => {
+                    match reason(&body).filter(|why| names_option(why)) {
+                        Some(why) => TokenizeAnswer::SwitchedOff(why),
+                        None => TokenizeAnswer::Tokens(parity::ProbeAnswer::Refused),
+                    }
                 }
+                answer @ parity::ProbeAnswer::Tokens(_) => TokenizeAnswer::Tokens(answer),
             },
             None => TokenizeAnswer::Unavailable,
         }
@@ -403,14 +422,49 @@ fn with_pending_renders(mut checks: TokenChecks) -> TokenChecks {
     checks
 }
 
+/// The reason that an engine's error names.
+fn reason(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Refusal {
+        #[serde(alias = "detail")]
+        message: Option<String>,
+        error: Option<RefusalError>,
+    }
+    #[derive(Deserialize)]
+    struct RefusalError {
+        message: String,
+    }
+    let refusal: Refusal = serde_json::from_slice(body).ok()?;
+    let message = refusal.error.map(|error| error.message);
+    let message = message.or(refusal.message)?;
+    Some(message.chars().take(REASON_MAX).collect())
+}
+
+/// Whether a reason names an option of the engine's command line, by which it was started otherwise.
+fn names_option(reason: &str) -> bool {
+    let mut words = reason.split(|at: char| at.is_whitespace() || "`'\"(,.".contains(at));
+    words.any(|word| {
+        let name = word.strip_prefix("--");
+        name.is_some_and(|name| name.starts_with(|first: char| first.is_ascii_lowercase()))
+    })
+}
+
 /// Whether a render route with this status may answer later. Others are as without the route.
 const fn is_passing(status: StatusCode) -> bool {
     matches!(status.as_u16(), 429 | 502..=504)
 }
 
 /// The checks of token ids by the verdicts on named probes.
-fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> TokenChecks {
+fn token_checks(
+    verdicts: &[(&'static str, ProbeKind, ProbeVerdict)],
+    switched_off: &[(ProbeKind, String)],
+) -> TokenChecks {
     let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
+    let of_kinds = |kinds: &[ProbeKind]| {
+        let mut off = switched_off.iter();
+        off.find(|(kind, _)| kinds.contains(kind))
+            .map(|(_, why)| CheckResult::skipped(format!("the engine has switched it off: {why}")))
+    };
     let failed = |kinds: &[ProbeKind]| {
         let against = verdicts.iter().find(|(_, kind, verdict)| {
             kinds.contains(kind)
@@ -419,12 +473,13 @@ fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> TokenCh
                     ProbeVerdict::Equal { .. } | ProbeVerdict::BothRefuse
                 )
         });
-        match against {
-            Some((name, _, verdict)) => CheckResult::failed(format!("{name}: {verdict}")),
-            None if verdicts.iter().any(|(_, kind, _)| kinds.contains(kind)) => {
+        match (against, of_kinds(kinds)) {
+            (Some((name, _, verdict)), _) => CheckResult::failed(format!("{name}: {verdict}")),
+            (None, Some(off)) => off,
+            (None, None) if verdicts.iter().any(|(_, kind, _)| kinds.contains(kind)) => {
                 CheckResult::skipped("neither side renders any of the probes")
             }
-            None => CheckResult::skipped("unknown: it has no route that shows token ids"),
+            (None, None) => CheckResult::skipped("unknown: it has no route that shows token ids"),
         }
     };
     let mut checks = TokenChecks::all(&CheckResult::Passed);
@@ -443,7 +498,8 @@ fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> TokenCh
     }
     if !trust.rendered_chat {
         let check = failed(&[ProbeKind::RenderedChat]);
-        checks.rendered_chat = if check.is_failure() {
+        let is_off = of_kinds(&[ProbeKind::RenderedChat]).is_some();
+        checks.rendered_chat = if check.is_failure() || is_off {
             check
         } else {
             CheckResult::skipped(NO_RENDERING)

@@ -81,7 +81,7 @@ fn check(verdicts: &[(ProbeKind, ProbeVerdict)], expected: [&str; 3]) {
         .iter()
         .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
         .collect();
-    let checks = token_checks(&named);
+    let checks = token_checks(&named, &[]);
     let results = [&checks.text, &checks.chat, &checks.chat_with_tools].map(name);
     assert_eq!(results, expected, "{verdicts:?}");
 }
@@ -227,6 +227,34 @@ async fn a_busy_render_route_alone_is_asked_again() {
             assert!(asked[0].ends_with("/render"), "{asked:?}");
         }
     }
+}
+
+/// vLLM answers 403 without `--enable-scale-out`, and 400 to tools without
+/// `--enable-auto-tool-choice`.
+#[tokio::test]
+async fn a_route_that_the_engine_has_switched_off_is_skipped_with_its_reason() {
+    let answer = async |uri: axum::http::Uri| match uri.path() {
+        "/tokenize" => (StatusCode::OK, "{\"tokens\": [1]}"),
+        "/v1/responses/render" => (
+            StatusCode::FORBIDDEN,
+            "{\"error\": {\"message\": \"disabled here\", \"code\": 403}}",
+        ),
+        "/v1/messages/render" => (
+            StatusCode::BAD_REQUEST,
+            "{\"error\": {\"message\": \"\\\"auto\\\" requires --enable-auto-tool-choice\"}}",
+        ),
+        _ => (StatusCode::BAD_REQUEST, "{\"message\": \"malformed\"}"),
+    };
+    let engine = ProbedEngine::start(axum::Router::new().fallback(answer)).await;
+    let checks = engine.check().await.tokens;
+    let skipped = |check: &CheckResult, reason: &str| match check {
+        CheckResult::Skipped { why } => assert!(why.contains(reason), "{why}"),
+        other => panic!("{other:?}"),
+    };
+    skipped(&checks.responses, "disabled here");
+    skipped(&checks.messages, "--enable-auto-tool-choice");
+    skipped(&checks.messages_with_tools, "--enable-auto-tool-choice");
+    assert_eq!(name(&checks.rendered_chat), "failed", "a plain refusal");
 }
 
 #[tokio::test(start_paused = true)]
