@@ -140,7 +140,6 @@ pub(crate) fn to_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> Hea
         header::CONTENT_LENGTH,
         header::EXPECT,
         header::ACCEPT_ENCODING,
-        ENGINE_RANK,
         DO_NOT_QUEUE,
         PRIORITY,
     ] {
@@ -276,7 +275,12 @@ mod tests {
         ]);
         assert_eq!(
             to_engine(headers, &id),
-            map(&[("traceparent", "00-1-2-3"), ("x-request-id", "r1")])
+            map(&[
+                // Replaced when the request is addressed.
+                ("x-data-parallel-rank", "7"),
+                ("traceparent", "00-1-2-3"),
+                ("x-request-id", "r1"),
+            ])
         );
     }
 

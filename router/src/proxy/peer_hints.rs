@@ -9,6 +9,7 @@ use warmroute_proto::{Source, WorkerId};
 
 use super::App;
 use super::forward::{ExcludedSources, Routing};
+use super::headers::ENGINE_RANK;
 use crate::openai::{ImposedFields, OpenAiError, RefusedField, impose};
 use crate::settings::{Settings, TenantHint, WorkerHint};
 use crate::tenants::{SALT_PREFIX, group_salt, has_prompt};
@@ -50,17 +51,21 @@ impl App {
     /// The sources of a model that a request does not name; `None`: it names none that can take it.
     fn others_than_hinted(&self, headers: &HeaderMap, model: &str) -> Option<Vec<Source>> {
         let settings = self.settings.current();
-        let named = match settings.worker_hint {
-            WorkerHint::Ignore => None,
-            WorkerHint::Follow => headers.get(WORKER).and_then(|name| name.to_str().ok()),
-        };
-        let worker = named?;
-        let rank = headers
-            .get(RANK)
-            .and_then(|rank| rank.to_str().ok()?.parse().ok());
+        if settings.worker_hint == WorkerHint::Ignore {
+            return None;
+        }
+        let text = |name| headers.get(name)?.to_str().ok();
+        let rank_in = |name| text(name)?.parse::<u32>().ok();
+        let worker: Option<&str> = text(WORKER);
+        let of_worker = worker.and_then(|_| rank_in(RANK));
+        // vLLM's own header names a rank of whichever worker.
+        let rank = of_worker.or_else(|| rank_in(ENGINE_RANK));
+        if worker.is_none() && rank.is_none() {
+            return None;
+        }
         let is_hinted = |source: &&Source| {
-            let is_rank = rank.is_none_or(|rank: u32| rank == source.dp_rank.0);
-            source.worker.as_str() == worker && is_rank
+            worker.is_none_or(|worker| source.worker.as_str() == worker)
+                && rank.is_none_or(|rank| rank == source.dp_rank.0)
         };
         let core = self.core.core();
         let candidates = core.fleet().candidates(model).unwrap_or_default();

@@ -21,6 +21,7 @@ use warmroute_proto::WorkerId;
 
 use super::App;
 use super::call::Call;
+use super::headers;
 use super::passthrough::{self, Target};
 use super::respond::respond_stored;
 use crate::error::ProxyError;
@@ -239,6 +240,7 @@ impl App {
         }
         let mut headers = call.to_engine(headers.clone());
         headers.remove(header::CONTENT_TYPE);
+        headers.remove(headers::ENGINE_RANK);
         let ask = async |(worker, url): (WorkerId, String)| {
             let mut headers = headers.clone();
             self.engines.keys().authorize(&worker, &url, &mut headers);

@@ -183,7 +183,7 @@ pub(crate) enum ResumeRule {
     All,
 }
 
-/// What becomes of the worker and rank that a client names in `x-dynamo-…` headers.
+/// What becomes of the worker and rank that a client names in `x-dynamo-…` headers or in vLLM's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum WorkerHint {

@@ -66,6 +66,33 @@ async fn a_named_worker_gets_the_request_while_it_can_take_it() {
 }
 
 #[tokio::test]
+async fn vllms_own_rank_header_is_obeyed_where_the_setting_says_so() {
+    let engine = Engine::start().await.with_ranks(3);
+    let world = World::with(&[&engine]).await;
+    let rank = || engine.last().headers["x-data-parallel-rank"].clone();
+    let named = [("x-data-parallel-rank", "2")];
+    let mut ranks = Vec::new();
+    for _ in 0..6 {
+        assert_eq!(hinted(&world, CHAT, &named).await, 200);
+        ranks.push(rank());
+    }
+    assert!(ranks.iter().any(|rank| rank != "2"), "ignored by default");
+    world.set("worker_hint = \"follow\"");
+    for path in [CHAT, EMBEDDINGS] {
+        for _ in 0..6 {
+            assert_eq!(hinted(&world, path, &named).await, 200);
+            assert_eq!(rank(), "2");
+        }
+    }
+    for other in ["7", "none"] {
+        let headers = [("x-data-parallel-rank", other)];
+        assert_eq!(hinted(&world, CHAT, &headers).await, 200);
+        assert_ne!(rank(), other);
+    }
+    world.until_quiet().await;
+}
+
+#[tokio::test]
 async fn a_named_worker_that_fails_is_followed_by_another() {
     let (mute, engine) = (Engine::mute().await, Engine::start().await);
     let world = World::with(&[&mute, &engine]).await;
