@@ -8,7 +8,7 @@ use warmroute_proto::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, Regi
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
     DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest,
-    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
@@ -62,6 +62,7 @@ pub(crate) fn messages(data: &[u8]) -> usize {
         canonical::<DrainContext>(data),
         canonical::<RouterFacts>(data),
         canonical::<RouterRefusals>(data),
+        canonical::<RouterDoubts>(data),
         canonical::<RosterPageRequest>(data),
         canonical::<RosterPage>(data),
         canonical::<HolderQuery>(data),

@@ -24,7 +24,8 @@ use crate::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, RegistryWrite}
 use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
     DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX,
-    ResyncRequest, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    ResyncRequest, RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease,
+    WorkerEntry,
 };
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
@@ -178,6 +179,7 @@ kinds! {
     PeerBeacon = 38,
     RegistryPageRequest = 39,
     RegistryPage = 40,
+    RouterDoubts = 42,
 }
 
 #[derive(Debug, thiserror::Error)]

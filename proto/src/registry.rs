@@ -209,6 +209,27 @@ pub struct RouterRefusals {
     pub refused: Vec<String>,
 }
 
+/// What engines' reports contradict of the index's credit, for operators' tools. It expires with its
+/// router, and there is none while nothing is doubted.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct RouterDoubts {
+    pub router: RouterId,
+    /// Number of doubted scopes.
+    pub total: u32,
+    /// The first [`FACTS_SHOWN_MAX`] of them.
+    pub doubts: Vec<CreditDoubt>,
+}
+
+/// Requests whose credit is not exact although the index says so.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct CreditDoubt {
+    /// What they have in common.
+    pub about: String,
+    /// The engines had `more` or `less` than was credited.
+    pub engine_had: String,
+    pub likely_cause: String,
+}
+
 /// A model whose prompts in text a router cannot hash.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ModelProblem {

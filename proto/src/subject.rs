@@ -14,6 +14,7 @@ const ROOT: &str = "wr";
 const DEMOTED: &str = "demoted";
 const FACTS: &str = "facts";
 const REFUSED: &str = "refused";
+const DOUBTED: &str = "doubted";
 const DRAIN_CONTEXT: &str = "router.drain";
 const CORE: &str = "core";
 const PUT: &str = "core.put";
@@ -204,6 +205,18 @@ impl Subjects {
     #[must_use]
     pub fn key_refusals(&self, key: &str) -> Option<RouterId> {
         self.key_router(key.strip_suffix(REFUSED)?.strip_suffix('.')?)
+    }
+
+    /// Registry: what engines' reports contradict at a router. Below the router's own key.
+    #[must_use]
+    pub fn doubts_key(&self, router: RouterId) -> String {
+        format!("{}.{DOUBTED}", self.router_key(router))
+    }
+
+    /// The router whose doubts this key has.
+    #[must_use]
+    pub fn key_doubts(&self, key: &str) -> Option<RouterId> {
+        self.key_router(key.strip_suffix(DOUBTED)?.strip_suffix('.')?)
     }
 
     /// Registry: what a worker's drain refers to. Below the routers' keys, where they may write. No

@@ -30,9 +30,9 @@ use warmroute_proto::query::{
     UnknownReason,
 };
 use warmroute_proto::registry::{
-    DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
-    GenerationEntry, IndexerEntry, Lora, ModelProblem, ResyncReason, ResyncRequest, RouterFacts,
-    RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    CreditDoubt, DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil,
+    FailedCheck, GenerationEntry, IndexerEntry, Lora, ModelProblem, ResyncReason, ResyncRequest,
+    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{
     HolderAnswer, HolderDetail, HolderGroup, HolderPart, HolderQuery, NumberSet, RosterId,
@@ -626,6 +626,18 @@ fn golden_samples_of_routers() {
             refused: vec!["publish wr.prod.load.tenants".to_owned()],
         },
     );
+    golden(
+        "router_doubts",
+        &RouterDoubts {
+            router: RouterId(*b"0123456789abcdef"),
+            total: 1,
+            doubts: vec![CreditDoubt {
+                about: "all prompts at w.1/0".to_owned(),
+                engine_had: "more".to_owned(),
+                likely_cause: "events".to_owned(),
+            }],
+        },
+    );
 }
 
 /// Since version 2: sources by their numbers.
@@ -778,7 +790,7 @@ fn a_worker_with_a_lookahead_is_of_a_kind_of_its_own() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => worker_with_lookahead().kind(),
+        _ => RouterDoubts::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();

@@ -31,6 +31,7 @@ use crate::metrics::{Scraped, WorkerStatus};
 use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
+use crate::route::DoubtedScope;
 use crate::sync::{ReplicaStatus, StatusDetail};
 use crate::tokenizers::ModelTokenizer;
 
@@ -344,6 +345,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "passed_over": passed_over(worker, admin),
         "stalled_ranks": stalled,
         "demoted_ranks": demoted_ranks(worker, admin),
+        "doubted": doubted(worker, admin),
         "ttft_ratios": ttft_ratios(worker, admin),
         "learned": learned(worker, admin),
         "engine_load": engine_load(worker, admin),
@@ -391,6 +393,16 @@ fn demoted_ranks(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, Value> {
         (one.source.dp_rank.0, shown)
     });
     shown.collect()
+}
+
+/// What of this worker's credit reports of cached tokens contradict, whatever state the index reports.
+fn doubted(worker: &FleetWorker, admin: &Admin) -> Vec<DoubtedScope> {
+    let mut doubted = admin.app.fleet.doubted();
+    doubted.retain(|scope| {
+        let source = scope.source.as_ref();
+        source.is_none_or(|source| source.worker == worker.entry.worker)
+    });
+    doubted
 }
 
 fn ttft_ratios(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, f64> {

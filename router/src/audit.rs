@@ -16,7 +16,7 @@ use crate::index_client::IndexClient;
 use crate::journal::{EntryNumber, Journal};
 use crate::metrics::Metrics;
 use crate::openai::TokenUsage;
-use crate::route::{AuditVerdict, Decision, Prompt, Recheck, RecheckVerdict};
+use crate::route::{AuditVerdict, Decision, DoubtEvent, Prompt, Recheck, RecheckVerdict};
 use crate::shared_core::SharedCore;
 
 /// Rechecks that wait for their time, at most one for each source. Further ones are dropped.
@@ -116,7 +116,12 @@ impl UsageAudit {
     /// Takes in the cached tokens that an engine reports of a request.
     pub fn reported(&self, decision: &Decision, prompt: &Prompt, cached: u32) {
         let now = Instant::now().into_std();
-        let verdict = self.core.core().audit(decision, prompt, cached, now);
+        let (verdict, doubts) = {
+            let mut core = self.core.core();
+            let verdict = core.audit(decision, prompt, cached, now);
+            (verdict, core.take_doubt_events())
+        };
+        log_doubts(doubts);
         let source = &decision.source;
         if verdict == AuditVerdict::Reinstate {
             tracing::info!(%source, "engine agrees with the index again, credit restored");
@@ -180,7 +185,12 @@ impl Rechecks {
             }
         };
         let now = Instant::now().into_std();
-        let verdict = self.core.core().recheck(recheck, &answer, now);
+        let (verdict, doubts) = {
+            let mut core = self.core.core();
+            let verdict = core.recheck(recheck, &answer, now);
+            (verdict, core.take_doubt_events())
+        };
+        log_doubts(doubts);
         let source = query.source;
         match verdict {
             RecheckVerdict::Cleared | RecheckVerdict::Unproven => {}
@@ -196,6 +206,22 @@ impl Rechecks {
                     %source,
                     "index credited absent blocks repeatedly, no credit until the engine agrees"
                 );
+            }
+        }
+    }
+}
+
+fn log_doubts(events: Vec<DoubtEvent>) {
+    for event in events {
+        match event {
+            DoubtEvent::Began(scope) => tracing::warn!(
+                about = scope.about,
+                engine_had = scope.engine_had,
+                likely_cause = scope.likely_cause,
+                "cached tokens that engines report contradict exact credit: not exact until they agree"
+            ),
+            DoubtEvent::Ended { about } => {
+                tracing::info!(about, "reported cached tokens agree with the index again");
             }
         }
     }

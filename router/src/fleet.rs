@@ -111,6 +111,11 @@ impl Fleet {
         }
     }
 
+    /// What engines' reports contradict of the index's credit.
+    pub(crate) fn doubted(&self) -> Vec<route::DoubtedScope> {
+        self.core.core().doubted()
+    }
+
     /// Some worker is usable, and each usable one is checked.
     pub(crate) fn is_settled(&self) -> bool {
         self.catalog().usable && self.state().unchecked().next().is_none()

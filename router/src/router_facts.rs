@@ -10,7 +10,8 @@ use warmroute_plane::{Plane, PlaneError, PutIf};
 use warmroute_process::nats::Nats;
 use warmroute_proto::codec::{self, Message};
 use warmroute_proto::registry::{
-    FACTS_SHOWN_MAX, FailedCheck, ModelProblem, RouterFacts, RouterRefusals,
+    CreditDoubt, FACTS_SHOWN_MAX, FailedCheck, ModelProblem, RouterDoubts, RouterFacts,
+    RouterRefusals,
 };
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, RouterId};
@@ -82,6 +83,10 @@ impl FactsWriter {
     async fn write(&self) -> Result<(), PlaneError> {
         let key = self.subjects.facts_key(self.router);
         self.put(key, &self.facts()).await?;
+        if let Some(doubts) = self.doubts() {
+            let key = self.subjects.doubts_key(self.router);
+            self.put(key, &doubts).await?;
+        }
         let refused = self.nats.as_ref().map(Nats::refused_permissions);
         let Some(refused) = refused.filter(|refused| !refused.is_empty()) else {
             return Ok(());
@@ -113,6 +118,23 @@ impl FactsWriter {
             unregistered: unregistered.take(FACTS_SHOWN_MAX).collect(),
             without_tokenizer: self.without_tokenizer(),
         }
+    }
+
+    fn doubts(&self) -> Option<RouterDoubts> {
+        let doubted = self.fleet.doubted();
+        let shown = doubted
+            .iter()
+            .take(FACTS_SHOWN_MAX)
+            .map(|scope| CreditDoubt {
+                about: shortened(&scope.about),
+                engine_had: scope.engine_had.to_owned(),
+                likely_cause: scope.likely_cause.to_owned(),
+            });
+        (!doubted.is_empty()).then(|| RouterDoubts {
+            router: self.router,
+            total: u32::try_from(doubted.len()).unwrap_or(u32::MAX),
+            doubts: shown.collect(),
+        })
     }
 
     fn without_tokenizer(&self) -> Vec<ModelProblem> {

@@ -34,6 +34,12 @@ const CACHE_BYTES: usize = 256 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(crate) struct TokenizerVersion(u64);
 
+impl TokenizerVersion {
+    pub(crate) const fn number(self) -> u64 {
+        self.0
+    }
+}
+
 /// A tokenizer in use.
 #[derive(Debug)]
 pub(crate) struct LoadedTokenizer {

@@ -102,6 +102,10 @@ codes! {
     SourceDemoted = "source_demoted", Warning,
         "this router ignores the index's credit there, because the engine contradicted it three \
          times: compare with --probe, keep the shim's log, restart the shim if this lasts";
+    CreditContradicted = "credit_contradicted", Warning,
+        "engines keep reporting other cached tokens than an `exact` index credits, so that this router \
+         does not call these requests exact and credits by the reports: look at the named cause; it \
+         ends by itself when they agree";
     WorkerUnregistered = "worker_unregistered", Warning,
         "its engine answers this router and no shim registers it: start the shim, or look in its log \
          for `the server refuses the credentials` and for the engine's key";

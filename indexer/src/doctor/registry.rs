@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
     DemotionEntry, DrainContext, DrainEntry, DrainState, GenerationEntry, IndexerEntry,
-    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -33,6 +33,7 @@ pub struct Registry {
     pub facts: BTreeMap<RouterId, RouterFacts>,
     /// What the server refuses each router.
     pub refusals: BTreeMap<RouterId, Vec<String>>,
+    pub doubts: BTreeMap<RouterId, RouterDoubts>,
     pub unreadable: BTreeSet<String>,
 }
 
@@ -72,6 +73,8 @@ impl Registry {
         } else if let Some(router) = subjects.key_refusals(key) {
             let entry: RouterRefusals = codec::decode(value).ok()?;
             self.refusals.insert(router, entry.refused);
+        } else if let Some(router) = subjects.key_doubts(key) {
+            self.doubts.insert(router, codec::decode(value).ok()?);
         } else if let Some(id) = subjects.key_indexer(key) {
             self.indexers.insert(id, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_router(key) {

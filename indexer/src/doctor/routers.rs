@@ -24,6 +24,18 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings) {
             );
         }
     }
+    for (router, entry) in &state.registry.doubts {
+        for doubt in &entry.doubts {
+            let (about, had, cause) = (&doubt.about, &doubt.engine_had, &doubt.likely_cause);
+            let about = format!("{about}: the engine had {had} ({cause}), at router {router}");
+            findings.add(Code::CreditContradicted, about);
+        }
+        let shown = u32::try_from(entry.doubts.len()).unwrap_or(u32::MAX);
+        if let more @ 1.. = entry.total.saturating_sub(shown) {
+            let about = format!("{more} more at router {router}");
+            findings.add(Code::CreditContradicted, about);
+        }
+    }
     let facts = &state.registry.facts;
     let mut settings: BTreeMap<u64, Vec<RouterId>> = BTreeMap::new();
     for (router, facts) in facts {

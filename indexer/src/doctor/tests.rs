@@ -3,8 +3,8 @@ use std::time::Duration;
 use warmroute_plane::{ClockOffset, PlaneLog, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
-    DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
-    IndexerEntry, ModelProblem, RouterFacts, ShimEntry, WorkerEntry,
+    CreditDoubt, DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil,
+    FailedCheck, IndexerEntry, ModelProblem, RouterDoubts, RouterFacts, ShimEntry, WorkerEntry,
 };
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
@@ -562,6 +562,27 @@ fn a_demoted_source_is_named() {
         let subjects = Subjects::new(&namespace());
         let value = codec::encode(&entry).unwrap();
         let key = subjects.demotion_key(router);
+        state.registry.put(&subjects, &key, &value);
+    });
+}
+
+#[test]
+fn credit_that_reports_contradict_is_named() {
+    check(Code::CreditContradicted, |state| {
+        let router = RouterId([2; 16]);
+        let doubt = CreditDoubt {
+            about: "all prompts at w/0".to_owned(),
+            engine_had: "more".to_owned(),
+            likely_cause: "events".to_owned(),
+        };
+        let entry = RouterDoubts {
+            router,
+            total: 2,
+            doubts: vec![doubt],
+        };
+        let subjects = Subjects::new(&namespace());
+        let value = codec::encode(&entry).unwrap();
+        let key = subjects.doubts_key(router);
         state.registry.put(&subjects, &key, &value);
     });
 }

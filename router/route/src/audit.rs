@@ -17,7 +17,10 @@
 //! requests in a row found all that the index would have credited. A strike begins that count again;
 //! a shortfall without a strike does not change it.
 //!
-//! Only `exact` GPU blocks of a source with main attention alone are checked, and only for requests
+//! A block of a lower tier is checked if only that tier has the blocks beyond the GPU's. Its strikes
+//! concern the tier alone ([`super::evidence`]).
+//!
+//! Only `exact` blocks of a source with main attention alone are checked, and only for requests
 //! that may read the cache. Pure: the shell sends the queries. At most one recheck a source is open.
 
 use std::time::{Duration, Instant};
@@ -57,8 +60,10 @@ pub const AGREEMENTS: u32 = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreditClaim {
     pub source: SourceId,
-    /// The index's own state, before a demotion.
+    /// The index's own state, before a demotion or doubt.
     pub state: SourceState,
+    /// All tiers are exact: the source holds no more than the index shows.
+    pub shows_all_tiers: bool,
     pub standing: ClaimStanding,
     pub decided: Instant,
     /// As of the answer that was used; `None` without one.
@@ -70,6 +75,8 @@ pub struct CreditClaim {
     pub blocks: u32,
     /// The part of it on the GPU, from depth 0.
     pub gpu_blocks: u32,
+    /// The one lower tier, an exact one, that holds the rest.
+    pub lower_tier: Option<Tier>,
     pub credit_max: u32,
     /// Of the claimed blocks.
     pub cut: BlockCut,
@@ -88,7 +95,7 @@ impl CreditClaim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimStanding {
     Credited,
-    /// The source is demoted: the claim is only compared.
+    /// The source is demoted or the credit doubted: the claim is compared, and reports add to it.
     Demoted,
 }
 
@@ -120,6 +127,7 @@ pub struct Recheck {
     number: RecordNumber,
     engine_seq: EngineSeq,
     block: PrefixHash,
+    tier: Tier,
 }
 
 impl Recheck {
@@ -130,10 +138,15 @@ impl Recheck {
             log: self.position.log,
             since: self.position.position,
             block: self.block,
-            tier: Tier::Gpu,
+            tier: self.tier,
             generation: self.generation,
             number: self.number,
         }
+    }
+
+    #[must_use]
+    pub const fn tier(&self) -> Tier {
+        self.tier
     }
 
     #[must_use]
@@ -224,6 +237,8 @@ impl CreditAudit {
             RecheckVerdict::Repeat(_) => {}
             RecheckVerdict::Cleared => self.counts.cleared += 1,
             RecheckVerdict::Unproven => self.counts.unproven += 1,
+            // A fault of a lower tier's connector says nothing about GPU memory.
+            RecheckVerdict::Strike if recheck.tier != Tier::Gpu => self.counts.strikes += 1,
             RecheckVerdict::Strike | RecheckVerdict::Demote => {
                 self.counts.strikes += 1;
                 if audit.log != Some(recheck.position.log) {
@@ -290,9 +305,13 @@ impl CreditAudit {
         let is_open = audit
             .open_since
             .is_some_and(|since| now.saturating_duration_since(since) < ABANDONED);
-        if is_open || !is_checkable(claim) || first_missing >= claim.gpu_blocks {
+        if is_open || !is_checkable(claim) {
             return None;
         }
+        let tier = match first_missing < claim.gpu_blocks {
+            true => Tier::Gpu,
+            false => claim.lower_tier?,
+        };
         let recheck = Recheck {
             source: claim.source,
             not_before: now + SETTLE,
@@ -303,6 +322,7 @@ impl CreditAudit {
             number: claim.number?,
             engine_seq: claim.engine_seq?,
             block: block_at(first_missing as usize)?,
+            tier,
         };
         audit.open_since = Some(now);
         Some(recheck)

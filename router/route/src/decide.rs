@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use serde::Serialize;
 use warmroute_proto::query::SourceState;
-use warmroute_proto::{Source, Tiers};
+use warmroute_proto::{Source, Tier, Tiers};
 
 use super::audit::{ClaimStanding, CreditClaim};
 use super::candidates::{Candidate, RouteRefusal};
@@ -23,7 +23,7 @@ use super::choice::{Odds, Policy, power_of_two, prefix_hash, rendezvous};
 use super::cost::{self, Knobs};
 use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
-use super::index_view::TrustedAnswer;
+use super::index_view::{TrustedAnswer, TrustedSource};
 use super::prompt::Prompt;
 use super::room::SourceRoom;
 use super::slots::{SlotKey, Slots};
@@ -380,19 +380,20 @@ fn tier_states(input: &DecisionInput<'_>, candidate: &Candidate) -> Tiers<Source
 fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
     let prompt = input.prompt.cut(candidate.cut);
     let known = input.trusted.of(candidate.id);
-    let (standing, state, run) = match known.map(|known| (known, known.demoted)) {
-        Some((_, Some(lost))) => (ClaimStanding::Demoted, lost.state, lost.run),
-        Some((known, None)) => (ClaimStanding::Credited, known.state(), known.run),
-        None => (
-            ClaimStanding::Credited,
-            SourceState::Unknown,
-            Tiers::default(),
-        ),
+    let standing = match known.and_then(|known| known.demoted) {
+        Some(_) => ClaimStanding::Demoted,
+        None => ClaimStanding::Credited,
     };
+    let unknown = || (Tiers::all(SourceState::Unknown), Tiers::default());
+    let known_credit = known.map(TrustedSource::undoubted);
+    let (states, run) = known_credit.map_or_else(unknown, |credit| (credit.states, credit.run));
     let credit = cost::capped(run, credit_max(prompt, candidate));
     CreditClaim {
         source: candidate.id,
-        state,
+        state: states.gpu,
+        shows_all_tiers: Tier::ALL
+            .iter()
+            .all(|tier| *states.get(*tier) == SourceState::Exact),
         standing,
         decided: input.now,
         generation: known.map(|known| known.generation),
@@ -401,11 +402,22 @@ fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
         engine_seq: known.and_then(|known| known.engine_seq),
         blocks: cost::overlap_blocks(credit),
         gpu_blocks: credit.gpu,
+        lower_tier: lower_tier(states, credit),
         credit_max: prompt.credit_max(),
         cut: prompt.block_cut(),
         main_attention_only: candidate.main_attention_only,
         reads: prompt.reads(),
     }
+}
+
+/// The tier that holds all blocks beyond those on the GPU, if that is certain.
+fn lower_tier(states: Tiers<SourceState>, credit: Tiers<u32>) -> Option<Tier> {
+    let tier = match (credit.cpu, credit.disk) {
+        (1.., 0) => Tier::Cpu,
+        (0, 1..) => Tier::Disk,
+        (_, _) => return None,
+    };
+    (*states.get(tier) == SourceState::Exact).then_some(tier)
 }
 
 #[cfg(test)]

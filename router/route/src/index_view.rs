@@ -24,6 +24,7 @@ use warmroute_proto::{
     EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity, Tier, Tiers, WorkerId,
 };
 
+use super::evidence::{Contradiction, SourceLife};
 use super::replica_roster::{HolderReply, IndexReply, KnownHolder};
 use super::source_table::{PerSource, SourceId, SourceTable};
 
@@ -92,7 +93,7 @@ pub struct TrustedSource {
     pub states: Tiers<SourceState>,
     /// Credited blocks, uncapped; 0 in a tier whose state gives no credit.
     pub run: Tiers<u32>,
-    /// What a demotion took.
+    /// What the index says, if this router demotes the source or doubts the credit.
     pub demoted: Option<DemotedCredit>,
 }
 
@@ -103,10 +104,10 @@ pub struct AnswerPosition {
     pub position: LogPosition,
 }
 
-/// The credit of a demoted source, for comparison only.
+/// The index's credit of a demoted source or a doubted scope, for comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DemotedCredit {
-    pub state: SourceState,
+    pub states: Tiers<SourceState>,
     pub run: Tiers<u32>,
 }
 
@@ -121,6 +122,22 @@ impl TrustedAnswer {
     pub fn take(&mut self, source: SourceId, from: &Self) {
         if let Some(known) = from.of(source) {
             *self.sources.get_mut(source) = Some(*known);
+        }
+    }
+
+    /// Weakens the credit of a source in this life, or of one lower tier.
+    pub(crate) fn weaken(&mut self, at: SourceLife, kind: Contradiction, tier: Tier) {
+        if let Some(known) = self.sources.get_mut(at.source)
+            && known.generation == at.generation
+        {
+            known.weaken(kind, tier);
+        }
+    }
+
+    /// Weakens the credit of all sources.
+    pub(crate) fn weaken_all(&mut self, kind: Contradiction) {
+        for known in self.sources.iter_mut().flatten() {
+            known.weaken(kind, Tier::Gpu);
         }
     }
 
@@ -165,6 +182,31 @@ impl TrustedSource {
             states: answer.states,
             demoted: None,
             run: credited(answer.states, answer.run),
+        }
+    }
+
+    /// The states and blocks that the index itself gives.
+    pub(crate) fn undoubted(&self) -> DemotedCredit {
+        self.demoted.unwrap_or(DemotedCredit {
+            states: self.states,
+            run: self.run,
+        })
+    }
+
+    fn weaken(&mut self, kind: Contradiction, tier: Tier) {
+        self.demoted = Some(self.undoubted());
+        match (kind, tier) {
+            (Contradiction::Missed, Tier::Gpu) => self.lower_to_stale(),
+            (Contradiction::Missed, Tier::Cpu | Tier::Disk) => {
+                let state = self.states.get_mut(tier);
+                *state = state.weakest(SourceState::Stale);
+                // The other lower tier may continue this one's run.
+                (self.run.cpu, self.run.disk) = (0, 0);
+                self.states.gpu = self.states.gpu.weakest(SourceState::Partial);
+            }
+            (Contradiction::Exceeded, _) => {
+                self.states.gpu = self.states.gpu.weakest(SourceState::Partial);
+            }
         }
     }
 
@@ -294,10 +336,10 @@ impl IndexView {
             }
         }
         if let Some(demotion) = freshness.demotion(self.positions.log) {
-            let (state, run) = (known.state(), known.run);
+            let (states, run) = (known.states, known.run);
             // What an older log's replica would credit is not compared.
             let is_comparable = known.position.is_some_and(|at| at.log == demotion.log);
-            known.demoted = is_comparable.then_some(DemotedCredit { state, run });
+            known.demoted = is_comparable.then_some(DemotedCredit { states, run });
             known.lower_to_stale();
         }
         *trusted.sources.get_mut(id) = Some(known);

@@ -51,6 +51,7 @@ pub mod choice;
 pub mod cost;
 pub mod decide;
 pub mod engine_load;
+pub mod evidence;
 pub mod expectations;
 pub mod fit;
 pub mod index_view;
@@ -85,6 +86,7 @@ pub use choice::Policy;
 pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, WEIGHED_MAX};
 pub use engine_load::{EngineBounds, EngineReading, ForeignLoad};
+pub use evidence::{PromptFeatures, PromptForm};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt, PromptBasis, SessionKey};
 pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, KnownHolder, ReplicaRoster};
@@ -92,8 +94,8 @@ pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SlotKey, SourceLoad};
 pub use source_table::{SourceId, SourceTable};
 pub use state::{
-    AdmitError, Admitted, Core, CoreConfig, CoreCounts, FreedCounts, RouteRequest,
-    SlotSnapshotBuilder, SourceFigures,
+    AdmitError, Admitted, Core, CoreConfig, CoreCounts, DoubtEvent, DoubtedScope, FreedCounts,
+    RouteRequest, SlotSnapshotBuilder, SourceFigures,
 };
 pub use terms::{ComparedCandidate, Terms};
 pub use traffic::{RUNGS, TrafficTotals};

@@ -1,9 +1,13 @@
 //! A request's prompt for routing: its number of tokens and the hashes of its whole blocks.
 
+use std::sync::Arc;
+
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::load::{SAMPLES_MAX, SampledPrefix, sampled_length};
 use warmroute_proto::{BlockCut, BlockSize, LocalHash, Seed, WorkerId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::evidence::PromptForm;
 
 /// A rough size of text that is not tokenized.
 pub const BYTES_PER_TOKEN: usize = 4;
@@ -49,6 +53,8 @@ pub struct Prompt {
     basis: PromptBasis,
     reads: CacheReads,
     session: Option<SessionKey>,
+    /// `None` if reports say nothing about prompts of one form.
+    form: Option<Arc<PromptForm>>,
     /// Workers that tokenize it differently.
     mismatched: Vec<WorkerId>,
     /// Its tokens in blocks of other cuts.
@@ -83,6 +89,7 @@ impl Prompt {
             basis: PromptBasis::Tokens,
             reads: CacheReads::Allowed,
             session: None,
+            form: None,
             mismatched: Vec::new(),
             other_cuts: Vec::new(),
         }
@@ -135,6 +142,13 @@ impl Prompt {
     #[must_use]
     pub const fn with_session(mut self, session: Option<SessionKey>) -> Self {
         self.session = session;
+        self
+    }
+
+    /// Only `self`, not its other cuts, has the form.
+    #[must_use]
+    pub fn with_form(mut self, form: Option<Arc<PromptForm>>) -> Self {
+        self.form = form;
         self
     }
 
@@ -223,6 +237,11 @@ impl Prompt {
     #[must_use]
     pub const fn session(&self) -> Option<SessionKey> {
         self.session
+    }
+
+    #[must_use]
+    pub const fn form(&self) -> Option<&Arc<PromptForm>> {
+        self.form.as_ref()
     }
 
     #[must_use]

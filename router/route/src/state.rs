@@ -20,6 +20,7 @@ use super::choice::Policy;
 use super::cost::Knobs;
 use super::decide::{Decision, DecisionInput, decide};
 use super::engine_load::EngineLoads;
+use super::evidence::{CreditEvidence, EvidenceCounts};
 use super::expectations::Expectations;
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
@@ -36,11 +37,13 @@ use super::stall::StallDetector;
 use super::traffic::Traffic;
 
 mod cache_reports;
+mod doubts;
 mod engines;
 mod figures;
 mod judgement;
 mod reconsider;
 
+pub use doubts::{DoubtEvent, DoubtedScope};
 pub use figures::SourceFigures;
 
 #[derive(Clone, Debug)]
@@ -92,6 +95,7 @@ pub struct CoreCounts {
     pub slot_underflows: u64,
     pub view: IndexViewCounts,
     pub audit: AuditCounts,
+    pub evidence: EvidenceCounts,
     pub stalls: u64,
     pub predictions_dropped: u64,
     pub predicted_samples: u64,
@@ -143,6 +147,8 @@ pub struct Core {
     expected: Expectations,
     view: IndexView,
     audit: CreditAudit,
+    evidence: CreditEvidence,
+    doubts: doubts::DoubtLog,
     stalls: StallDetector,
     engines: EngineLoads,
     speed: SpeedTracker,
@@ -202,6 +208,8 @@ impl Core {
             expected: Expectations::default(),
             view: IndexView::default(),
             audit: CreditAudit::default(),
+            evidence: CreditEvidence::default(),
+            doubts: doubts::DoubtLog::default(),
             stalls: StallDetector::default(),
             engines: EngineLoads::default(),
             speed: SpeedTracker::default(),
@@ -282,11 +290,13 @@ impl Core {
         except: Option<SlotKey>,
         now: Instant,
     ) -> Result<(Decision, TrustedAnswer), RouteRefusal> {
-        let trusted = match answer.filter(|_| self.knobs.policy.reads_index()) {
+        let mut trusted = match answer.filter(|_| self.knobs.policy.reads_index()) {
             Some(IndexReply::Cuts(cuts)) => self.judge_cuts(request, cuts, now)?,
             Some(answer) => self.judge(answer, now),
             None => TrustedAnswer::default(),
         };
+        let form = request.prompt.form().map(AsRef::as_ref);
+        self.evidence.weaken(form, &mut trusted);
         let input = DecisionInput {
             prompt: request.prompt,
             candidates: self.fleet.candidates(request.model)?,
@@ -476,6 +486,7 @@ impl Core {
     /// Processes deadlines. Call it a few times a second.
     pub fn tick(&mut self, now: Instant) {
         self.expected.expire(now);
+        self.evidence.expire(now);
         self.stalls.advance(now);
         self.speed.tick(now);
     }
@@ -573,6 +584,7 @@ impl Core {
             slot_underflows: self.slots.underflows(),
             view: self.view.counts(),
             audit: self.audit.counts(),
+            evidence: self.evidence.counts(),
             stalls: self.stalls.count(),
             predictions_dropped: self.expected.predictions.dropped(),
             predicted_samples: self.expected.predictions.samples(),

@@ -373,14 +373,17 @@ fn credit(
     let mut overlap = cost::capped(run, credit_max);
     let state = known.map_or(SourceState::Unknown, |known| known.credit_state(&overlap));
     let reported = reported(cut, candidate, known).min(credit_max);
-    let reported_blocks = reported.saturating_sub(cost::overlap_blocks(overlap));
+    let index_blocks = cost::overlap_blocks(overlap);
+    let reported_blocks = reported.saturating_sub(index_blocks);
     overlap.gpu += reported_blocks;
     CandidateCredit {
         overlap,
         reported_blocks,
-        state: match reported_blocks {
-            0 => state,
-            _ => state.weakest(SourceState::Unverified),
+        state: match (index_blocks, reported_blocks) {
+            (_, 0) => state,
+            // A state without credit says nothing of what the engine reported.
+            (0, 1..) => SourceState::Unverified,
+            (1.., 1..) => state.weakest(SourceState::Unverified),
         },
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct ModelCatalog {
 const CUTS_MAX: usize = 4;
 
 /// One model name, base model or adapter.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CatalogModel {
     /// The base model of an adapter, where the engine reports it.
     pub parent: Option<String>,

@@ -474,6 +474,26 @@ impl Page {
             "Demotions that ended because the engine agreed with the index again",
             counts.audit.reinstated,
         );
+        self.0.counters(
+            "credit_reports_total",
+            "Reports of cached tokens that say something of exact credit, by how the engine's compare",
+            "engine_had",
+            &[
+                ("same", counts.evidence.agreed),
+                ("more", counts.evidence.exceeded),
+                ("less", counts.evidence.missed),
+            ],
+        );
+        self.0.counter(
+            "credit_doubts_total",
+            "Times that exact credit ended for requests with something in common, by such reports",
+            counts.evidence.doubts_begun,
+        );
+        self.0.gauge(
+            "credit_doubts",
+            "Groups of requests now whose exact credit engines' reports contradict",
+            counts.evidence.doubts,
+        );
         self.0.gauge(
             "reported_prefixes",
             "Prefixes that engines reported as cached, where the index is not complete",

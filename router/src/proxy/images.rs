@@ -28,7 +28,7 @@ use crate::metrics::{DecisionStep, RenderFailure};
 use crate::openai::{
     PromptRoute, RenderedPrompt, RequestInfo, UnusableRendering, render_body, render_path,
 };
-use crate::route::{CacheReads, Prompt};
+use crate::route::{CacheReads, Prompt, PromptForm};
 use crate::spans::TraceStep;
 
 /// Longest rendering. The request waits for it.
@@ -54,6 +54,7 @@ pub(super) struct ImagePrompt {
     pub base: String,
     pub is_adapter: bool,
     pub cuts: Vec<BlockCut>,
+    pub form: Option<Arc<PromptForm>>,
     pub model_max: Option<usize>,
     pub reads: CacheReads,
     pub mismatched: Vec<WorkerId>,
@@ -80,6 +81,7 @@ impl ImagePrompt {
         let (first, others) = self.cuts.split_first().ok_or(NO_BLOCK_SIZE)?;
         let prompt = cut(first).with_other_cuts(others.iter().map(cut).collect());
         Ok(prompt
+            .with_form(self.form.clone())
             .with_reads(self.reads)
             .with_mismatched(self.mismatched.clone()))
     }
@@ -200,7 +202,8 @@ impl App {
         };
         let began = Instant::now();
         let body = plan.rewritten.clone().unwrap_or_else(|| body.bytes.clone());
-        let headers = call.to_engine(headers.clone());
+        let mut headers = call.to_engine(headers.clone());
+        headers.remove(headers::ENGINE_RANK);
         match self.rendered(&plan.model, images, headers, body).await {
             Ok(prompt) => {
                 plan.prompt = prompt.with_session(plan.prompt.session());

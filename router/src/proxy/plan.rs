@@ -2,6 +2,8 @@
 //! token ids that the engine will have. Synchronous; the caller chooses the thread. Large prompts are
 //! encoded in steps, and their memory is charged before anything is rendered.
 
+mod form;
+
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -18,7 +20,7 @@ use crate::openai::{
     RequestInfo, ResumeTerms, SpecialTokens,
 };
 use crate::route::prompt::BYTES_PER_TOKEN;
-use crate::route::{CacheReads, Policy, Prompt, SessionKey};
+use crate::route::{CacheReads, Policy, Prompt, PromptForm, SessionKey};
 use crate::settings::{CompletionPrompts, MultimodalRule, ResumeRule};
 use crate::tenants::TenantVisit;
 use crate::tokenize::{
@@ -188,6 +190,7 @@ struct PlanDraft {
     /// Stands for a prompt whose tokens are not known.
     by_text: Option<Prompt>,
     images: Option<ImagePrompt>,
+    form: Option<Arc<PromptForm>>,
 }
 
 /// Where a prompt's token ids come from.
@@ -278,7 +281,7 @@ pub(super) fn begin(
     };
     let images = match source {
         Err(why) if why == OpaqueReason::Images.as_str() => {
-            image_prompt(&parsed, trust, model, inputs)
+            image_prompt(&parsed, trust, (name, model), inputs)
         }
         Ok(_) | Err(_) => None,
     };
@@ -291,6 +294,7 @@ pub(super) fn begin(
         }
         CompletionPrompts::TokenIds | CompletionPrompts::Text => None,
     };
+    let form = form::form_of(&parsed, name, model);
     let draft = PlanDraft {
         slot,
         tokens,
@@ -298,6 +302,7 @@ pub(super) fn begin(
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
         rewritten: asked.or(parsed.rewritten).map(Bytes::from),
         by_text,
+        form,
         images,
         info: parsed.info,
         sample: None,
@@ -466,6 +471,7 @@ impl PlanDraft {
         Ok(Plan {
             images: self.images,
             prompt: prompt
+                .with_form(self.form.filter(|_| unhashed.is_none()))
                 .with_reads(cache_reads(&info))
                 .with_mismatched(mismatched)
                 .with_session(info.user.as_deref().and_then(SessionKey::named)),
@@ -494,7 +500,7 @@ const fn cache_reads(info: &RequestInfo) -> CacheReads {
 fn image_prompt(
     parsed: &ParsedRequest<'_>,
     trust: Option<&PromptTrust>,
-    model: &CatalogModel,
+    (name, model): (&str, &CatalogModel),
     inputs: &PlanInputs,
 ) -> Option<ImagePrompt> {
     let renders = inputs.multimodal == MultimodalRule::Render;
@@ -504,6 +510,7 @@ fn image_prompt(
         base: model.base.clone(),
         is_adapter: model.adapter,
         cuts: model.cuts.clone(),
+        form: form::with_images(form::form_of(parsed, name, model)),
         model_max: model.max_model_len.map(|tokens| tokens as usize),
         reads: cache_reads(&parsed.info),
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),

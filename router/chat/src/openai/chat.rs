@@ -29,6 +29,9 @@ pub(super) const FIELDS: &[&str] = &[
     "prompt_logprobs",
     "echo",
     "truncate_prompt_tokens",
+    "n",
+    "best_of",
+    "use_beam_search",
     "kv_transfer_params",
     "vllm_xargs",
 ];

@@ -23,6 +23,9 @@ pub(super) const FIELDS: &[&str] = &[
     "cache_salt",
     "user",
     "truncate_prompt_tokens",
+    "n",
+    "best_of",
+    "use_beam_search",
     "kv_transfer_params",
     "vllm_xargs",
 ];

@@ -128,6 +128,7 @@ pub(super) fn parse<'b>(
         stream,
         truncate_prompt: responses::truncation(&fields),
         reads_cache: true,
+        several_sequences: false,
         opaque: None,
     };
     let chat = converted.and_then(|chat| chat.into_parts(&fields, special_tokens));

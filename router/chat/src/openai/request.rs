@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use serde_json::value::RawValue;
+
 use super::chat::{self, ChatParts};
 use super::completion::{self, CompletionParts};
 use super::converted::{self, ConvertedRoute};
@@ -36,6 +38,9 @@ pub struct RequestInfo {
     /// False if the engine computes the whole prompt although it may hold a prefix: it does so to
     /// compute log probabilities of the prompt.
     pub reads_cache: bool,
+    /// The engine computes several sequences for the prompt, and reports the cached tokens of one of
+    /// them.
+    pub several_sequences: bool,
     /// Why the router cannot know the prompt's tokens.
     pub opaque: Option<OpaqueReason>,
 }
@@ -162,6 +167,7 @@ pub fn parse_admitted<'b>(
         stream,
         truncate_prompt,
         reads_cache: reads_cache(&fields, route),
+        several_sequences: several_sequences(&fields),
         opaque: opaque.0,
     };
     let xargs = fields.raw("vllm_xargs");
@@ -211,6 +217,13 @@ fn reads_cache(fields: &BodyFields<'_>, route: PromptRoute) -> bool {
         PromptRoute::ChatCompletions | PromptRoute::Responses | PromptRoute::Messages => echo,
     };
     !(fields.has("prompt_logprobs") || echoed)
+}
+
+fn several_sequences(fields: &BodyFields<'_>) -> bool {
+    let counts = ["n", "best_of"].map(|name| fields.raw(name).map(RawValue::get));
+    let is_one = |count: &str| matches!(count, "null" | "1" | "\"1\"");
+    let has_more = counts.into_iter().flatten().any(|count| !is_one(count));
+    has_more || fields.flag("use_beam_search") == Ok(Some(true))
 }
 
 pub(super) fn transferred_tokens(fields: &BodyFields<'_>) -> bool {

@@ -21,6 +21,7 @@ fn claim() -> CreditClaim {
     CreditClaim {
         source: source_id(),
         state: SourceState::Exact,
+        shows_all_tiers: true,
         standing: ClaimStanding::Credited,
         decided: start(),
         generation: Some(Generation(5)),
@@ -29,6 +30,7 @@ fn claim() -> CreditClaim {
         engine_seq: Some(EngineSeq(100)),
         blocks: 10,
         gpu_blocks: 10,
+        lower_tier: None,
         credit_max: 12,
         cut: BlockSize::new(16).unwrap().into(),
         main_attention_only: true,

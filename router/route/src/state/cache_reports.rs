@@ -15,9 +15,11 @@ impl Core {
         self.traffic.reported(prompt, cached_tokens);
         self.learn(decision, prompt, cached_tokens, now);
         let claim = &decision.claim;
+        let whole = prompt;
         let prompt = prompt.cut(Some(claim.cut));
         let block_at = |depth| prefix_hashes(None, prompt.blocks()).nth(depth);
         let verdict = self.audit.compare(claim, cached_tokens, block_at, now);
+        self.weigh(decision, whole, cached_tokens, &verdict, now);
         if verdict != AuditVerdict::Reinstate {
             return verdict;
         }
@@ -42,8 +44,12 @@ impl Core {
         now: Instant,
     ) -> RecheckVerdict {
         let verdict = self.audit.recheck(recheck, answer, now);
-        if verdict == RecheckVerdict::Demote {
-            self.view.demote(recheck.source, recheck.generation());
+        match verdict {
+            RecheckVerdict::Demote => {
+                self.view.demote(recheck.source, recheck.generation());
+            }
+            RecheckVerdict::Strike => self.struck(recheck, now),
+            RecheckVerdict::Cleared | RecheckVerdict::Unproven | RecheckVerdict::Repeat(_) => {}
         }
         verdict
     }

@@ -88,7 +88,9 @@ impl Core {
     ) {
         let known = trusted.of(source);
         let held = known.map_or(0, |known| overlap_blocks(known.run));
-        if known.is_some_and(|known| known.state() == SourceState::Exact) {
+        // Reports stand in for the index where credit of some forms is doubted.
+        let is_complete = known.is_some_and(|known| known.state() == SourceState::Exact);
+        if is_complete && !self.evidence.has_doubts() {
             self.expected.reported.void(source);
         } else if held > 0 {
             self.expected

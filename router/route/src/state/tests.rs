@@ -1,3 +1,4 @@
+mod doubts;
 mod sent;
 mod speed;
 

@@ -58,6 +58,7 @@ fn a_rendered_prompt_has_the_keys_of_an_engines_blocks() {
         base: "m".to_owned(),
         is_adapter: true,
         cuts: vec![size(16).into(), size(32).into()],
+        form: None,
         model_max: Some(1000),
         reads: CacheReads::Allowed,
         mismatched: vec!["other".into()],

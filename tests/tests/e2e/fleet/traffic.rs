@@ -26,11 +26,13 @@ impl Served {
     /// Whether no index answered in time, as on a busy machine: the request is routed without
     /// credit of the index. Engines' reports may credit it.
     pub(crate) fn is_without_answer(&self) -> bool {
-        let without = self.state == "unknown";
+        let without = self.tier_states.starts_with("gpu=unknown");
         assert!(
             !without || self.overlap_blocks == 0 || self.basis == "reported",
             "credit without an answer"
         );
+        let has_credit = ["exact", "partial", "unverified"].contains(&self.state.as_str());
+        assert!(has_credit || self.overlap_blocks == 0, "{}", self.state);
         without
     }
 }
