@@ -179,9 +179,7 @@ impl ChatTemplates {
                 mentions_effort: source.contains(THINKING) || source.contains("reasoning_effort"),
             };
             has_generation_tags |= plain != source;
-            let prepared = python::without_printed_sums(&plain);
-            let prepared = python::with_meters(&prepared).into_owned();
-            env.add_template_owned(name.clone(), prepared)
+            env.add_template_owned(name.clone(), python::prepared(&plain))
                 .map_err(|error| failed(&name, error))?;
             traits.insert(name, found);
         }

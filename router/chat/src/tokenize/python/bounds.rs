@@ -114,7 +114,7 @@ impl RenderBounds {
 
 /// The template with `{% set a = (b + c) | copied_value(2) %}` for `{% set a = b + c %}`, and with a
 /// filter behind each `{% for … %}`.
-pub(in crate::tokenize) fn with_meters(source: &str) -> Cow<'_, str> {
+pub(super) fn with_meters(source: &str) -> Cow<'_, str> {
     let Some(insertions) = insertions(source).filter(|found| !found.is_empty()) else {
         return Cow::Borrowed(source);
     };

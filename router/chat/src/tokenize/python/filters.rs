@@ -5,18 +5,22 @@ use minijinja::{Environment, Error, State};
 
 use super::bounds::text_bytes_max;
 use super::print::{Notation, PrintStyle, dumps, is_float, str_of};
+use super::texts::{html_escaped, like};
+use super::views::is_dict_view;
 use super::{invalid, text};
 
 pub(super) fn register(env: &mut Environment<'static>) {
     env.add_filter("tojson", to_json);
-    env.add_filter("string", |value: &Value| str_of(value).into_owned());
+    env.add_filter("string", |value: &Value| changed(value, str::to_owned));
     env.add_filter("trim", trim);
-    env.add_filter("title", |value: &Value| filter_title(&str_of(value)));
-    env.add_filter("capitalize", |value: &Value| {
-        text::capitalize(&str_of(value))
+    env.add_filter("title", |value: &Value| {
+        str_of(value).map(|text| filter_title(&text))
     });
-    env.add_filter("upper", |value: &Value| str_of(value).to_uppercase());
-    env.add_filter("lower", |value: &Value| str_of(value).to_lowercase());
+    env.add_filter("capitalize", |value: &Value| {
+        changed(value, text::capitalize)
+    });
+    env.add_filter("upper", |value: &Value| changed(value, str::to_uppercase));
+    env.add_filter("lower", |value: &Value| changed(value, str::to_lowercase));
     env.add_filter("replace", replace);
     env.add_filter("length", length);
     env.add_filter("count", length);
@@ -24,15 +28,19 @@ pub(super) fn register(env: &mut Environment<'static>) {
     env.add_filter("float", float);
     env.add_filter("indent", indent);
     env.add_filter("items", items);
-    env.add_filter("wordcount", |value: &Value| word_count(&str_of(value)));
-    env.add_filter("center", |value: &Value, width: Option<usize>| {
-        super::methods::center(&str_of(value), width.unwrap_or(80))
+    env.add_filter("wordcount", |value: &Value| {
+        str_of(value).map(|text| word_count(&text))
     });
-    env.add_filter("safe", |value: &Value| value.clone());
+    env.add_filter("center", |value: &Value, width: Option<usize>| {
+        changed(value, |text| {
+            super::methods::center(text, width.unwrap_or(80))
+        })
+    });
+    env.add_filter("safe", |value: &Value| {
+        str_of(value).map(|text| Value::from_safe_string(text.into_owned()))
+    });
     env.add_filter("escape", escape);
     env.add_filter("e", escape);
-    // Attributes, not items: the values of a request have none.
-    env.add_filter("attr", |_value: &Value, _name: &str| Value::UNDEFINED);
     for name in ["joiner", "cycler", "lipsum"] {
         env.add_function(name, unavailable);
     }
@@ -40,7 +48,9 @@ pub(super) fn register(env: &mut Environment<'static>) {
     env.add_test("iterable", |value: &Value| {
         value.is_undefined() || !value.is_none() && value.try_iter().is_ok()
     });
-    env.add_test("callable", |value: &Value| value.kind() == ValueKind::Plain);
+    env.add_test("callable", |value: &Value| {
+        value.is_undefined() || value.kind() == ValueKind::Plain
+    });
 }
 
 /// A function that is defined as in jinja2 and fails: prompts do not use it.
@@ -48,14 +58,17 @@ fn unavailable(_arguments: minijinja::value::Rest<Value>) -> Result<Value, Error
     Err(invalid("this function is not available"))
 }
 
-/// HTML escapes as markupsafe writes them.
-fn escape(value: &Value) -> String {
-    str_of(value)
-        .replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&#34;")
-        .replace('\'', "&#39;")
+/// A changed text, which stays marked as safe.
+fn changed(value: &Value, change: impl FnOnce(&str) -> String) -> Result<Value, Error> {
+    Ok(like(value, change(&str_of(value)?)))
+}
+
+fn escape(value: &Value) -> Result<Value, Error> {
+    if value.is_safe() {
+        return Ok(value.clone());
+    }
+    let text = str_of(value)?;
+    Ok(Value::from_safe_string(html_escaped(&text)))
 }
 
 /// The first positional argument is `ensure_ascii`, as transformers declares the filter.
@@ -113,12 +126,11 @@ fn part(pair: &Value, at: usize) -> Result<String, Error> {
     text.ok_or_else(|| invalid("separators must be two strings"))
 }
 
-fn trim(value: &Value, chars: Option<&str>) -> String {
-    let text = str_of(value);
-    match chars {
+fn trim(value: &Value, chars: Option<&str>) -> Result<Value, Error> {
+    changed(value, |text| match chars {
         Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
-        None => text::strip(&text).to_owned(),
-    }
+        None => text::strip(text).to_owned(),
+    })
 }
 
 /// Jinja2's title filter: a word starts after white space or one of `-({[<`.
@@ -138,14 +150,19 @@ fn filter_title(value: &str) -> String {
     out
 }
 
-fn replace(value: &Value, from: &Value, to: &Value, count: Option<&Value>) -> String {
-    let text = str_of(value);
+fn replace(
+    value: &Value,
+    from: &Value,
+    to: &Value,
+    count: Option<&Value>,
+) -> Result<String, Error> {
+    let text = str_of(value)?;
     let limit = count.and_then(Value::as_usize);
-    let (from, to) = (str_of(from), str_of(to));
-    match limit {
+    let (from, to) = (str_of(from)?, str_of(to)?);
+    Ok(match limit {
         Some(limit) => text.replacen(from.as_ref(), &to, limit),
         None => text.replace(from.as_ref(), &to),
-    }
+    })
 }
 
 fn length(value: &Value) -> Result<usize, Error> {
@@ -185,8 +202,8 @@ fn indent(
     first: Option<bool>,
     blank: Option<bool>,
     options: Kwargs,
-) -> Result<String, Error> {
-    let text = str_of(value);
+) -> Result<Value, Error> {
+    let text = str_of(value)?;
     let prefix = match width.or(options.get("width")?) {
         Some(width) => indent_prefix(&width)?,
         None => " ".repeat(4),
@@ -206,7 +223,7 @@ fn indent(
         }
         out.push_str(line);
     }
-    Ok(out)
+    Ok(like(value, out))
 }
 
 /// The pairs of a mapping; an empty list for an undefined value.
@@ -235,7 +252,7 @@ fn is_sequence(value: &Value) -> bool {
     match value.kind() {
         ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map => true,
         // A slice of a list is lazy in minijinja and a list in Python.
-        ValueKind::Iterable => value.len().is_some(),
+        ValueKind::Iterable => value.len().is_some() && !is_dict_view(value),
         _ => false,
     }
 }

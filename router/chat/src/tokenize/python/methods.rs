@@ -6,7 +6,8 @@ use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::{invalid, text};
+use super::views::View;
+use super::{invalid, text, texts};
 
 #[expect(
     clippy::wildcard_enum_match_arm,
@@ -19,12 +20,40 @@ pub(super) fn call(
     args: &[Value],
 ) -> Result<Value, Error> {
     let own = match value.kind() {
+        ValueKind::String if value.is_safe() => return safe_method(state, value, method, args),
         ValueKind::String => str_method(value.as_str().unwrap_or(""), method, args),
         ValueKind::Map => dict_method(value, method, args),
         ValueKind::Seq | ValueKind::Iterable => list_method(value, method, args),
         _ => None,
     };
     own.unwrap_or_else(|| unknown_method_callback(state, value, method, args))
+}
+
+/// A method of a text that is marked as safe: its texts are safe too. Those that escape their
+/// arguments are not reproduced.
+fn safe_method(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    method: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
+    if matches!(method, "format" | "format_map" | "join" | "replace") {
+        return Err(invalid("this method escapes its arguments"));
+    }
+    let plain = Value::from(value.as_str().unwrap_or(""));
+    let result = call(state, &plain, method, args)?;
+    let safe = |part: Value| match part.as_str() {
+        Some(text) => Value::from_safe_string(text.to_owned()),
+        None => part,
+    };
+    if result.kind() != ValueKind::Seq {
+        return Ok(safe(result));
+    }
+    let parts: Vec<Value> = result.try_iter()?.map(safe).collect();
+    Ok(match result.is_tuple() {
+        true => Tuple::from(parts).into(),
+        false => Value::from(parts),
+    })
 }
 
 /// The result of a method without arguments.
@@ -68,6 +97,7 @@ fn str_method(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, 
         "removesuffix" => {
             text_arg(args).map(|affix| Value::from(text.strip_suffix(affix).unwrap_or(text)))
         }
+        "format" => texts::str_format(text, args),
         "zfill" => zero_fill(text, args),
         "center" | "ljust" | "rjust" => pad(text, method, args),
         _ => return None,
@@ -225,36 +255,42 @@ fn padded(text: &str, fill: char, left: usize, right: usize) -> String {
     format!("{}{text}{}", filler(left), filler(right))
 }
 
-/// Lists where minijinja-contrib gives iterators, which have no length and print differently.
+/// Views where minijinja-contrib gives iterators, which have no length and print differently.
 fn dict_method(value: &Value, method: &str, args: &[Value]) -> Option<Result<Value, Error>> {
     Some(match method {
-        "keys" => collected(value, args, |(key, _)| key),
-        "values" => collected(value, args, |(_, item)| item),
-        "items" => collected(value, args, |(key, item)| Tuple::from([key, item]).into()),
+        "keys" => view(value, args, "dict_keys", |(key, _)| key),
+        "values" => view(value, args, "dict_values", |(_, item)| item),
+        "items" => view(value, args, "dict_items", |(key, item)| {
+            Tuple::from([key, item]).into()
+        }),
         "copy" => nullary(args, value.clone()),
         _ => return None,
     })
 }
 
-fn collected(
+fn view(
     value: &Value,
     args: &[Value],
+    name: &'static str,
     part: fn((Value, Value)) -> Value,
 ) -> Result<Value, Error> {
     let () = from_args(args)?;
+    Ok(View::dict(name, collected(value, part)?))
+}
+
+fn collected(value: &Value, part: fn((Value, Value)) -> Value) -> Result<Vec<Value>, Error> {
     let keys = value.try_iter()?.checked();
     keys.map(|key| {
         let key = key?;
         let item = value.get_item(&key)?;
         Ok(part((key, item)))
     })
-    .collect::<Result<Vec<_>, Error>>()
-    .map(Value::from)
+    .collect()
 }
 
 /// The pairs of a mapping, as a list of tuples.
 pub(super) fn pairs(value: &Value) -> Result<Value, Error> {
-    collected(value, &[], |(key, item)| Tuple::from([key, item]).into())
+    collected(value, |(key, item)| Tuple::from([key, item]).into()).map(Value::from)
 }
 
 fn list_method(value: &Value, method: &str, args: &[Value]) -> Option<Result<Value, Error>> {

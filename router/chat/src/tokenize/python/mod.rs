@@ -6,23 +6,28 @@
 //! Python's str, dict and list. Absent: methods that change a value (jinja2's sandbox forbids them
 //! as well), and autoescaping.
 
+mod attributes;
 mod bounds;
 mod filters;
 mod generation;
 mod methods;
+mod operators;
 mod print;
 mod strftime;
 mod sums;
 mod text;
+mod texts;
+mod views;
+
+use std::borrow::Cow;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior};
 
-pub(super) use bounds::{RenderBounds, with_meters};
+pub(super) use bounds::RenderBounds;
 pub(super) use generation::without_generation_tags;
 pub use strftime::CivilTime;
-pub(super) use sums::without_printed_sums;
 pub(super) use text::{is_space, strip_end};
 
 /// Instructions that one rendering may execute. A chat of 10,000 messages needs about a million.
@@ -47,7 +52,22 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     bounds::register(&mut env);
     filters::register(&mut env);
     sums::register(&mut env);
+    texts::register(&mut env);
+    attributes::register(&mut env);
+    views::register(&mut env);
     Ok(env)
+}
+
+/// The source that minijinja renders as jinja2 renders a template without `generation` tags.
+pub(super) fn prepared(plain: &str) -> String {
+    // A sum with a text that is marked as safe is more than its parts.
+    let sums = if operators::marks_texts_safe(plain) {
+        Cow::Borrowed(plain)
+    } else {
+        sums::without_printed_sums(plain)
+    };
+    let sums = operators::with_python_operators(&sums);
+    bounds::with_meters(&sums).into_owned()
 }
 
 /// Jinja's delimiters; a block tag consumes the line end after it and the blanks before it.

@@ -6,6 +6,9 @@ use std::fmt::{self, Write};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
+use super::invalid;
+use super::views::view;
+
 /// Only a template can build a value nested deeper than this; a request cannot.
 const DEPTH_MAX: usize = 256;
 
@@ -45,16 +48,21 @@ pub(super) fn write_str_of(out: &mut dyn Write, value: &Value) -> Result<(), Err
 }
 
 /// `str(value)`, borrowed if the value is a string.
-pub(super) fn str_of(value: &Value) -> Cow<'_, str> {
-    value.as_str().map_or_else(
-        || {
-            let mut out = String::new();
-            // Only a value nested deeper than any request fails; its text is then incomplete.
-            write_str_of(&mut out, value).unwrap_or_default();
-            Cow::Owned(out)
-        },
-        Cow::Borrowed,
-    )
+pub(super) fn str_of(value: &Value) -> Result<Cow<'_, str>, Error> {
+    text_of(value, usize::MAX)
+}
+
+/// `str(value)`, which fails beyond so many bytes and for a value without a text.
+pub(super) fn text_of(value: &Value, bytes_max: usize) -> Result<Cow<'_, str>, Error> {
+    if let Some(text) = value.as_str() {
+        return Ok(Cow::Borrowed(text));
+    }
+    let mut out = BoundedString {
+        text: String::new(),
+        bytes_max,
+    };
+    write_str_of(&mut out, value)?;
+    Ok(Cow::Owned(out.text))
 }
 
 /// `json.dumps(value)`, which fails beyond so many bytes: indentation makes many of few.
@@ -97,6 +105,12 @@ fn write_value(
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
     let is_repr = style.notation == Notation::Repr;
+    if let Some(view) = view(value) {
+        return match is_repr {
+            true => view.write(out, |out, items| write_value(out, items, style, depth)),
+            false => Err(invalid("a view of a dict is not JSON serializable")),
+        };
+    }
     match value.kind() {
         ValueKind::Iterable if is_repr && value.len().is_none() => write!(out, "{value}")?,
         ValueKind::Seq | ValueKind::Iterable => write_list(out, value, style, depth)?,
@@ -112,8 +126,15 @@ fn write_value(
             })?;
         }
         ValueKind::Number => write!(out, "{value}")?,
+        ValueKind::String if is_repr && value.is_safe() => {
+            out.write_str("Markup(")?;
+            write_string(out, value.as_str().unwrap_or(""), style)?;
+            out.write_char(')')?;
+        }
         ValueKind::String => write_string(out, value.as_str().unwrap_or(""), style)?,
         ValueKind::Undefined if is_repr => out.write_str("Undefined")?,
+        // Python prints its address.
+        ValueKind::Plain if is_repr => return Err(invalid("a function has no text")),
         _ if is_repr => write!(out, "{value}")?,
         ValueKind::None => out.write_str("null")?,
         ValueKind::Bool => out.write_str(if value.is_true() { "true" } else { "false" })?,

@@ -27,7 +27,7 @@ pub(super) type PlacedToken<'t> = (Token<'t>, Range<usize>);
 
 /// The template with `{{ 'a' }}{{ b | text_of_sum }}` for each `{{ 'a' + b }}`. A sum that begins
 /// with a text is one of texts, or fails.
-pub(in crate::tokenize) fn without_printed_sums(source: &str) -> Cow<'_, str> {
+pub(super) fn without_printed_sums(source: &str) -> Cow<'_, str> {
     let Some(sums) = printed_sums(source).filter(|sums| !sums.is_empty()) else {
         return Cow::Borrowed(source);
     };
@@ -125,7 +125,7 @@ fn binds_more(token: &Token<'_>) -> bool {
     }
 }
 
-const fn is_text(token: &Token<'_>) -> bool {
+pub(super) const fn is_text(token: &Token<'_>) -> bool {
     matches!(token, Token::Str(_) | Token::String(_))
 }
 
