@@ -12,6 +12,8 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 use crate::convert::{Configurations, ConversionError, ForeignForm};
 use crate::tokenize::TemplateRules;
 
+mod legacy;
+
 /// A file is unreadable or malformed.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelFileError {
@@ -52,6 +54,9 @@ pub struct ModelFiles {
     pub(crate) config: Map<String, Value>,
     pub(crate) templates: TemplateSources,
     pub(crate) rules: TemplateRules,
+    /// The class or type by which transformers may choose other rules than those of
+    /// `tokenizer.json`.
+    pub(crate) rules_of: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -106,7 +111,13 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
     let mut templates = template_sources(path, config.remove("chat_template"))?;
     let file = path.join("tokenizer.json");
     let tokenizer = match foreign_file(path).filter(|_| !file.exists()) {
-        None => fs::read(&file).map_err(unreadable(&file))?,
+        None => {
+            configurations.model = json_object(&path.join("config.json"))?.unwrap_or_default();
+            let added = json_object(&path.join("added_tokens.json"))?;
+            let tokenizer = fs::read(&file).map_err(unreadable(&file))?;
+            legacy::add_tokens(added, &tokenizer, &mut configurations.tokenizer);
+            legacy::with_mistral_rules(tokenizer, &configurations)
+        }
         Some((path, None)) => return Err(ModelFileError::OtherForm { path }),
         Some((file, Some(form))) => {
             configurations.model = json_object(&path.join("config.json"))?.unwrap_or_default();
@@ -129,6 +140,7 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
     };
     Ok(ModelFiles {
         tokenizer,
+        rules_of: legacy::rules_of(&configurations),
         config: configurations.tokenizer,
         templates,
         rules: TemplateRules::default(),

@@ -56,6 +56,124 @@ fn a_file_of_another_form_is_named_in_its_error() {
     }
 }
 
+fn object(json: Value) -> Map<String, Value> {
+    let Value::Object(map) = json else {
+        panic!("an object")
+    };
+    map
+}
+
+#[test]
+fn added_tokens_beside_a_tokenizer_json_are_declared() {
+    let tokenizer = r#"{"added_tokens": [{"id": 1, "content": "<old>", "special": true}]}"#;
+    let config = r#"{"eos_token": "<end>", "additional_special_tokens": ["<extra>"]}"#;
+    let added = r#"{"<old>": 1, "<end>": 2, "<extra>": 3, "<plain>": 4}"#;
+    let files = [
+        ("tokenizer.json", tokenizer),
+        ("tokenizer_config.json", config),
+        ("added_tokens.json", added),
+    ];
+    let token = |content: &str, special: bool| {
+        let normalized = !special;
+        serde_json::json!({"content": content, "special": special, "normalized": normalized})
+    };
+    let expected = serde_json::json!({"2": token("<end>", true), "3": token("<extra>", true),
+        "4": token("<plain>", false)});
+    let read = Scratch::new(&files).read();
+    assert_eq!(read.config["added_tokens_decoder"], expected);
+    let listed = ("tokenizer_config.json", r#"{"added_tokens_decoder": {}}"#);
+    let read = Scratch::new(&[files[0], files[2], listed]).read();
+    assert_eq!(read.config["added_tokens_decoder"], serde_json::json!({}));
+}
+
+#[test]
+fn the_rule_of_mistral_models_is_repaired_where_transformers_does() {
+    let vocab: Map<String, Value> = (0..100_001)
+        .map(|id| (format!("t{id}"), id.into()))
+        .collect();
+    let definition = |rules: Value, vocab: Map<String, Value>| {
+        let model = serde_json::json!({"type": "BPE", "vocab": vocab, "merges": []});
+        let definition = serde_json::json!({"added_tokens": [], "model": model,
+            "pre_tokenizer": rules});
+        definition.to_string()
+    };
+    let byte_level = serde_json::json!({"type": "ByteLevel", "use_regex": false});
+    let sequence = serde_json::json!({"type": "Sequence", "pretokenizers":
+        [{"type": "Split", "pattern": {"Regex": "wrong"}}, byte_level]});
+    let read = |definition: &str, config: &str, model: &str| {
+        let files = [
+            ("tokenizer.json", definition),
+            ("tokenizer_config.json", config),
+            ("config.json", model),
+        ];
+        let read = Scratch::new(&files).read().tokenizer;
+        serde_json::from_slice::<Value>(&read).unwrap()["pre_tokenizer"].clone()
+    };
+    let (wants, old) = (
+        r#"{"fix_mistral_regex": true}"#,
+        r#"{"model_type": "mistral3", "transformers_version": "4.57.1"}"#,
+    );
+    for rules in [&sequence, &byte_level] {
+        let large = definition(rules.clone(), vocab.clone());
+        let repaired = read(&large, wants, old);
+        let parts = repaired["pretokenizers"].as_array().unwrap();
+        assert_eq!((parts.len(), &parts[1]), (2, &byte_level));
+        assert!(
+            parts[0]["pattern"]["Regex"]
+                .as_str()
+                .unwrap()
+                .starts_with(r"[^\r\n")
+        );
+        let small = definition(
+            rules.clone(),
+            vocab
+                .iter()
+                .take(9)
+                .map(|(k, v)| (k.clone(), v.clone()))
+                .collect(),
+        );
+        assert_eq!(read(&small, wants, old), *rules);
+        assert_eq!(read(&large, "{}", old), *rules);
+        for model in [
+            r#"{"model_type": "llama", "transformers_version": "4.57.1"}"#,
+            r#"{"model_type": "mistral3", "transformers_version": "5.0.0"}"#,
+        ] {
+            assert_eq!(read(&large, wants, model), *rules, "{model}");
+        }
+    }
+}
+
+#[test]
+fn a_class_with_rules_of_its_own_is_named() {
+    let named = |tokenizer: Value, model: Value| {
+        legacy::rules_of(&Configurations {
+            tokenizer: object(tokenizer),
+            model: object(model),
+        })
+    };
+    let none = || serde_json::json!({});
+    for (tokenizer, model, expected) in [
+        (
+            serde_json::json!({"tokenizer_class": "Qwen2TokenizerFast"}),
+            none(),
+            Some("tokenizer_class Qwen2Tokenizer"),
+        ),
+        (
+            serde_json::json!({"tokenizer_class": "PreTrainedTokenizerFast"}),
+            serde_json::json!({"model_type": "qwen2"}),
+            Some("model_type qwen2"),
+        ),
+        (
+            serde_json::json!({"tokenizer_class": "PreTrainedTokenizerFast"}),
+            serde_json::json!({"model_type": "llama"}),
+            None,
+        ),
+        (none(), none(), None),
+    ] {
+        assert_eq!(named(tokenizer, model).as_deref(), expected);
+    }
+}
+
 #[test]
 fn another_form_is_read_only_without_a_tokenizer_json_and_up_to_its_bound() {
     let scratch = Scratch::new(&[("tekken.json", ""), ("tokenizer.model", "")]);

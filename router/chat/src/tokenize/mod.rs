@@ -42,6 +42,7 @@ pub use template::{
 pub use text_task::{TaskState, TextTask};
 
 pub(crate) use bpe::byte_level_alphabet;
+pub(crate) use special::special_names;
 
 use added::AddedTokens;
 use bpe::BpeEncoder;
@@ -110,6 +111,8 @@ pub struct Tokenizer {
     compared_different: AtomicU64,
     cache: SegmentCache,
     templates: Option<ChatTemplates>,
+    /// The class or type by which transformers may have other rules.
+    rules_of: Option<String>,
 }
 
 /// What makes the ids of a text from those of its pieces.
@@ -146,6 +149,7 @@ impl Tokenizer {
         special::register(&mut reference, &files.config).map_err(failed)?;
         Ok(Self {
             templates: templates.map(|templates| templates.with_rules(files.rules)),
+            rules_of: files.rules_of,
             ..Self::of_reference(reference, &files.tokenizer).map_err(failed)?
         })
     }
@@ -177,6 +181,7 @@ impl Tokenizer {
             compared_different: AtomicU64::new(0),
             cache: SegmentCache::new(),
             templates: None,
+            rules_of: None,
         })
     }
 
@@ -187,6 +192,14 @@ impl Tokenizer {
             templates: Some(templates),
             ..self
         }
+    }
+
+    /// Why an engine may have other token ids although its files are the same.
+    pub fn other_rules(&self) -> Option<String> {
+        let name = self.rules_of.as_ref()?;
+        Some(format!(
+            "transformers may build the rules of {name} itself, whatever tokenizer.json says"
+        ))
     }
 
     pub fn has_chat_template(&self) -> bool {

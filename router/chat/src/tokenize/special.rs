@@ -1,7 +1,7 @@
 //! Special tokens of `tokenizer_config.json`: templates use them by name, and those that
 //! `tokenizer.json` lacks are added to the tokenizer, as transformers does at load.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Result, Tokenizer};
@@ -15,6 +15,23 @@ pub(super) fn named(config: &Map<String, Value>) -> SpecialTokenMap {
         .filter(|(name, _)| name.ends_with("_token"))
         .filter_map(|(name, value)| Some((name.clone(), content(value)?.to_owned())))
         .collect()
+}
+
+/// Texts of all special tokens that a configuration names.
+pub(crate) fn special_names(config: &Map<String, Value>) -> BTreeSet<String> {
+    named(config).into_values().chain(extra(config)).collect()
+}
+
+/// Special tokens without a name.
+fn extra(config: &Map<String, Value>) -> Vec<String> {
+    let lists =
+        ["extra_special_tokens", "additional_special_tokens"].map(|name| match config.get(name) {
+            Some(Value::Array(list)) => list.iter().collect(),
+            Some(Value::Object(map)) => map.values().collect(),
+            _ => Vec::new(),
+        });
+    let texts = lists.into_iter().flatten().filter_map(content);
+    texts.map(str::to_owned).collect()
 }
 
 /// Adds the tokens that the configuration declares and the tokenizer lacks.
@@ -57,15 +74,7 @@ fn declared(config: &Map<String, Value>) -> Vec<DeclaredToken> {
         tokens.extend(ordered.into_values().map(DeclaredToken::Exactly));
     }
     tokens.extend(named(config).into_values().map(DeclaredToken::ByName));
-    for name in ["extra_special_tokens", "additional_special_tokens"] {
-        let list: Vec<&Value> = match config.get(name) {
-            Some(Value::Array(list)) => list.iter().collect(),
-            Some(Value::Object(map)) => map.values().collect(),
-            _ => Vec::new(),
-        };
-        let texts = list.into_iter().filter_map(content);
-        tokens.extend(texts.map(|text| DeclaredToken::ByName(text.to_owned())));
-    }
+    tokens.extend(extra(config).into_iter().map(DeclaredToken::ByName));
     tokens
 }
 
