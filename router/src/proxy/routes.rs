@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, Version, header};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::response::{IntoResponse as _, Response};
-use axum::routing::{MethodRouter, any, get, post};
+use axum::response::{IntoResponse as _, Redirect, Response};
+use axum::routing::{MethodRouter, get, post};
 use warmroute_process::server::probes;
 
 use super::App;
@@ -86,9 +86,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         router.route(path, methods.fallback(wrong_method))
     });
     routes
-        .route("/v1/{*path}", any(pass_added))
         .merge(probes(get(alive), get(readyz)))
-        .fallback(unknown_path)
+        .fallback(pass_added)
         .layer(from_fn_with_state(Arc::clone(&app), front))
         .with_state(app)
 }
@@ -221,13 +220,29 @@ async fn pass(State(app): State<Arc<App>>, request: Request) -> Response {
 /// The routes of `extra_routes`.
 async fn pass_added(app: State<Arc<App>>, request: Request) -> Response {
     let path = request.uri().path();
-    if !is_plain_path(path) || !app.settings.current().adds_route(path) {
-        unknown_path(app, request).await
+    if let Some(target) = without_slash(&app, request.uri()) {
+        Redirect::temporary(&target).into_response()
+    } else if !is_plain_path(path) || !app.settings.current().adds_route(path) {
+        unknown_path(&app, request)
     } else if [Method::GET, Method::POST].contains(request.method()) {
         pass(app, request).await
     } else {
         wrong_method(app, request).await
     }
+}
+
+/// The route that a path names with a slash behind it, which engines redirect to that route.
+fn without_slash(app: &App, uri: &Uri) -> Option<String> {
+    let path = uri
+        .path()
+        .strip_suffix('/')
+        .filter(|path| is_plain_path(path))?;
+    let mut known = FORWARDED
+        .into_iter()
+        .chain(guarded().map(|(route, _)| route));
+    let is_known = known.any(|route| route == path) || app.settings.current().adds_route(path);
+    let query = uri.query().map(|query| format!("?{query}"));
+    is_known.then(|| format!("{path}{}", query.unwrap_or_default()))
 }
 
 async fn alive() -> StatusCode {
@@ -243,7 +258,7 @@ async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response
     Call::new(RouteLabel::Other, &parts, &app.sinks).refuse(&ProxyError::Method)
 }
 
-async fn unknown_path(State(app): State<Arc<App>>, request: Request) -> Response {
+fn unknown_path(app: &App, request: Request) -> Response {
     let (parts, _) = request.into_parts();
     let call = Call::new(RouteLabel::Other, &parts, &app.sinks);
     let path = parts.uri.path().chars().take(128).collect();

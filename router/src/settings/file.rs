@@ -208,7 +208,7 @@ pub(crate) enum TenantHint {
 #[serde(try_from = "String")]
 pub(crate) struct WebOrigin(String);
 
-/// A path below `/v1/` that is forwarded, or the beginning of such paths if it ends with `/`.
+/// A path that is forwarded, or the beginning of such paths if it ends with `/`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(try_from = "String")]
 pub(crate) struct RoutePath(String);
@@ -264,7 +264,7 @@ pub enum SettingsError {
 pub(crate) enum ValueError {
     #[error("{0:?} is not an origin such as https://chat.example.org, and not *")]
     Origin(String),
-    #[error("{0:?} is not a plain path below /v1/")]
+    #[error("{0:?} is not a plain path")]
     Route(String),
     #[error("{value} is not between {min} and {max}")]
     Range { value: u32, min: u32, max: u32 },
@@ -483,7 +483,7 @@ impl TryFrom<String> for RoutePath {
 
     fn try_from(text: String) -> Result<Self, ValueError> {
         let path = text.strip_suffix('/').unwrap_or(&text);
-        if path.starts_with("/v1/") && is_plain_path(path) {
+        if path.starts_with('/') && is_plain_path(path) {
             return Ok(Self(text));
         }
         Err(ValueError::Route(text))

@@ -31,7 +31,6 @@ async fn listed_routes_reach_an_engine_and_no_others_do() {
         ("/v1/unload_lora_adapter", 404),
         ("/v1/anything", 404),
         ("/v1/%65mbeddings", 404),
-        ("/v1/embeddings/", 404),
         ("/v1//embeddings", 404),
         ("/v1/x%2f..%2fmetrics", 404),
         ("/v1/a;b", 404),
@@ -54,10 +53,12 @@ async fn listed_routes_reach_an_engine_and_no_others_do() {
 async fn an_operator_adds_routes() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
-    world.set("extra_routes = [\"/v1/voices\", \"/v1/batches/\"]");
+    world.set("extra_routes = [\"/v1/voices\", \"/v1/batches/\", \"/v2/embed\"]");
     for (method, path, status) in [
         (Method::GET, "/v1/voices", 200),
         (Method::POST, "/v1/batches/b1/cancel", 200),
+        (Method::POST, "/v2/embed", 200),
+        (Method::POST, "/v2/other", 404),
         (Method::DELETE, "/v1/voices", 405),
         (Method::GET, "/v1/voices/x", 404),
         (Method::GET, "/v1/batches", 404),
@@ -65,6 +66,32 @@ async fn an_operator_adds_routes() {
     ] {
         let response = world.request(method, path).send().await.unwrap();
         assert_eq!((response.status().as_u16(), path), (status, path));
+    }
+    world.until_quiet().await;
+}
+
+/// As engines do, which clients that follow redirects never see.
+#[tokio::test]
+async fn a_slash_behind_a_route_is_redirected() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world.set("extra_routes = [\"/v2/embed\"]");
+    for (path, target) in [
+        (
+            "/v1/chat/completions/?x=1",
+            Some("/v1/chat/completions?x=1"),
+        ),
+        ("/v1/embeddings/", Some("/v1/embeddings")),
+        ("/v2/embed/", Some("/v2/embed")),
+        ("/v1/voices/", None),
+        ("//", None),
+        ("/v1/chat/completions//", None),
+    ] {
+        let response = world.send(path, &json!({"model": "m"})).await;
+        let status = target.map_or(404, |_| 307);
+        assert_eq!((response.status().as_u16(), path), (status, path));
+        let location = response.headers().get("location");
+        assert_eq!(location.map(|to| to.to_str().unwrap()), target, "{path}");
     }
     world.until_quiet().await;
 }
