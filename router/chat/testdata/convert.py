@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import (
     construct_input_messages,
     construct_tool_dicts,
+    should_continue_final_message,
 )
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -55,7 +56,45 @@ RESPONSES = [
     {"input": [user("Q"), {"type": "reasoning", "id": "r1", "summary": [{"type": "summary_text", "text": "short"}]}, said("A"), user("C")]},
 ]
 
+FIELDS = {"client_metadata": {"a": "b"}, "context_management": [], "moderation": {}, "tomorrow": None}
+OUTPUT = [
+    thought("hm", encrypted_content=None, status=None),
+    said("Let me look.", id="m1", status="completed", phase=None),
+    {**CALL, "id": "fc1", "status": None, "namespace": "mcp__x", "caller": None},
+    {**RESULT, "status": None, "output": [{"type": "input_text", "text": ""}, {"type": "input_text", "text": "21"}, {"type": "input_text", "text": "dry"}]},
+    {"type": "custom_tool_call", "call_id": "c3", "name": "patch", "input": "a \"b\"\nü"},
+    {"type": "custom_tool_call_output", "call_id": "c3", "output": "done"},
+]
+CUSTOM = {"type": "custom", "name": "patch", "description": "Patches", "format": {"type": "text"}}
+NAMESPACE = {"type": "namespace", "name": "mcp__x", "description": "d", "tools": [FUNCTION, {**FUNCTION, "name": "b", "strict": True}]}
+DROPPED = [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}, {"type": "tool_search", "execution": "client"}, {"type": "image_generation", "output_format": "png"}]
+RESPONSES += [
+    {"input": "Hello", **FIELDS},
+    {"input": [user("Q"), *OUTPUT, user("C")]},
+    {"input": [user("Q"), {"type": "reasoning", "id": "r1", "summary": [], "content": None, "encrypted_content": ""}, said("A", phase="commentary"), user("C")]},
+    {"input": [user("Q"), said("A", id="m1", status="incomplete"), user("C")]},
+    {"input": [user("Q"), said("A", id="m1", status="incomplete")]},
+    {"input": [user("Q"), thought("hm", status="in_progress")]},
+    {"input": [{**user([{"type": "input_text", "text": "Q"}]), "type": "message", "status": "incomplete"}]},
+    {"input": [user("Q"), {**CALL, "id": "fc1", "status": "incomplete"}]},
+    {"input": "Hello", "tools": [CUSTOM, FUNCTION]},
+    {"input": "Hello", "tools": [{"type": "custom", "name": "bare"}]},
+    {"input": "Hello", "tools": [FUNCTION, NAMESPACE]},
+    {"input": "Hello", "tools": [*DROPPED, FUNCTION]},
+    {"input": "Hello", "tools": DROPPED},
+    {"input": "Hello", "tools": []},
+    {"input": [user([{"type": "input_text", "text": ""}, {"type": "input_text", "text": "x"}])]},
+]
+
+BILLING = "x-anthropic-billing-header: a=1;"
 MESSAGES = [
+    {"messages": [user("Hello")], "system": BILLING + "\nYou are careful."},
+    {"messages": [user("Hello")], "system": BILLING},
+    {"messages": [user("Hello"), {"role": "system", "content": BILLING + "\nlost"}, user("x")], "system": BILLING + "\nS"},
+    {"messages": [user("Hello"), {"role": "system", "content": [{"type": "text", "text": BILLING}, {"type": "text", "text": "kept"}]}, user("x")]},
+    {"messages": [user("Hello")], "context_management": {"edits": []}, "speed": "fast", "mcp_servers": [], "betas": ["b"], "inference_geo": "x", "diagnostics": {}, "fallbacks": [], "container": "c", "cache_control": {"type": "ephemeral"}, "anthropic_version": "v", "user_profile_id": "p"},
+    {"messages": [user("Hello")], "tools": [{**TOOL, "type": "custom", "eager_input_streaming": True, "allowed_callers": ["direct"], "input_examples": [{}], "cache_control": {"type": "ephemeral"}}]},
+    {"messages": [user("Hello")], "tools": []},
     {"messages": [user("Hello")]},
     {"messages": [user("Hello")], "system": "Be brief."},
     {"messages": [user("Hello")], "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "A"}, {"type": "text", "text": "B", "cache_control": {"type": "ephemeral"}}]},
@@ -87,14 +126,16 @@ def responses(body):
     request = ResponsesRequest.model_validate(json.loads(json.dumps({"model": "m", **body})))
     messages = construct_input_messages(
         request_instructions=request.instructions, request_input=request.input)
-    return {"messages": plain(messages), "tools": construct_tool_dicts(request.tools, request.tool_choice)}
+    tools = construct_tool_dicts(request.tools, request.tool_choice)
+    case = {"messages": plain(messages), "tools": tools}
+    return {**case, "continued": True} if should_continue_final_message(request.input) else case
 
 
 def messages(body, merge):
     body = {"model": "m", "max_tokens": 4096, **body}
     request = AnthropicMessagesRequest.model_validate(json.loads(json.dumps(body)))
     chat = AnthropicServingMessages.to_chat_completion_request(request, merge_inline_system=merge)
-    tools = [tool.model_dump() for tool in chat.tools] if chat.tools else None
+    tools = None if chat.tools is None else [tool.model_dump() for tool in chat.tools]
     return {"messages": plain(chat.messages), "tools": tools, "reasoning_effort": chat.reasoning_effort}
 
 

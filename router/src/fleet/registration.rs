@@ -275,6 +275,7 @@ impl RegistrationChecker {
         worker: &FleetWorker,
         paths: &BTreeSet<ProbePath>,
     ) -> TokenChecks {
+        let caution = loaded.tokenizer.other_rules();
         let (loaded, model) = (Arc::clone(loaded), model.to_owned());
         let probes = move || parity::probes(&loaded.tokenizer, &model, civil_now());
         let Ok(probes) = tokio::task::spawn_blocking(probes).await else {
@@ -309,7 +310,7 @@ impl RegistrationChecker {
             };
             verdicts.push((probe.name, probe.kind, verdict));
         }
-        let checks = token_checks(&verdicts, &switched_off);
+        let checks = token_checks(&verdicts, &switched_off, caution.as_deref());
         if is_unanswered {
             with_pending_renders(checks)
         } else {
@@ -454,10 +455,12 @@ const fn is_passing(status: StatusCode) -> bool {
     matches!(status.as_u16(), 429 | 502..=504)
 }
 
-/// The checks of token ids by the verdicts on named probes.
+/// The checks of token ids by the verdicts on named probes. `caution` is a likely reason of other ids
+/// for a text.
 fn token_checks(
     verdicts: &[(&'static str, ProbeKind, ProbeVerdict)],
     switched_off: &[(ProbeKind, String)],
+    caution: Option<&str>,
 ) -> TokenChecks {
     let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
     let of_kinds = |kinds: &[ProbeKind]| {
@@ -466,14 +469,14 @@ fn token_checks(
             .map(|(_, why)| CheckResult::skipped(format!("the engine has switched it off: {why}")))
     };
     let failed = |kinds: &[ProbeKind]| {
-        let against = verdicts.iter().find(|(_, kind, verdict)| {
-            kinds.contains(kind)
-                && !matches!(
-                    verdict,
-                    ProbeVerdict::Equal { .. } | ProbeVerdict::BothRefuse
-                )
-        });
+        let against = verdicts
+            .iter()
+            .find(|(_, kind, verdict)| kinds.contains(kind) && parity::is_against(*kind, verdict));
         match (against, of_kinds(kinds)) {
+            (Some((name, ProbeKind::Completion, verdict @ ProbeVerdict::Differ { .. })), _) => {
+                let why = caution.map_or_else(String::new, |why| format!("; {why}"));
+                CheckResult::failed(format!("{name}: {verdict}{why}"))
+            }
             (Some((name, _, verdict)), _) => CheckResult::failed(format!("{name}: {verdict}")),
             (None, Some(off)) => off,
             (None, None) if verdicts.iter().any(|(_, kind, _)| kinds.contains(kind)) => {
@@ -506,13 +509,17 @@ fn token_checks(
         };
     }
     if !trust.responses {
-        checks.responses = failed(&[ProbeKind::Responses]);
+        checks.responses = failed(&[ProbeKind::Responses, ProbeKind::AgentResponses]);
     }
     if !trust.messages {
-        checks.messages = failed(&[ProbeKind::Messages]);
+        checks.messages = failed(&[ProbeKind::Messages, ProbeKind::AgentMessages]);
     }
     if !trust.messages_with_tools {
-        checks.messages_with_tools = failed(&[ProbeKind::Messages, ProbeKind::MessagesWithTools]);
+        checks.messages_with_tools = failed(&[
+            ProbeKind::Messages,
+            ProbeKind::AgentMessages,
+            ProbeKind::MessagesWithTools,
+        ]);
     }
     checks
 }

@@ -247,6 +247,35 @@ fn charge_large(budget: &BodyBudget, bytes: usize) -> Option<BudgetShare> {
     }
 }
 
+/// Parses a body. One with numbers that only Python reads has an opaque prompt; `copy` takes it with
+/// other numbers.
+fn read<'b>(
+    route: PromptRoute,
+    body: &'b [u8],
+    copy: &'b mut Option<Vec<u8>>,
+    admits: &mut dyn FnMut(usize) -> bool,
+) -> Result<ParsedRequest<'b>, OpenAiError> {
+    let error = match openai::parse_admitted(route, body, admits) {
+        Ok(parsed) => return Ok(parsed),
+        Err(error) => error,
+    };
+    // At most one copy for each thread that plans.
+    let is_no_json = error.code == Some("invalid_json");
+    *copy = is_no_json
+        .then(|| openai::without_python_numbers(body))
+        .flatten();
+    let Some(readable) = copy else {
+        return Err(error);
+    };
+    let mut parsed = openai::parse_admitted(route, readable, admits)?;
+    // The engine would get the other numbers.
+    if parsed.rewritten.is_some() {
+        return Err(error);
+    }
+    parsed.info.opaque = Some(OpaqueReason::Number);
+    Ok(parsed)
+}
+
 /// Reads and renders a request.
 pub(super) fn begin(
     route: PromptRoute,
@@ -255,7 +284,8 @@ pub(super) fn begin(
     limits: &WorkLimits<'_>,
 ) -> Result<Planning, ProxyError> {
     let mut parse_memory = None;
-    let mut parsed = openai::parse_admitted(route, body, &mut |bytes| match limits.budget {
+    let mut copy = None;
+    let mut parsed = read(route, body, &mut copy, &mut |bytes| match limits.budget {
         _ if inputs.work == PromptWork::Skip => bytes == 0,
         Some(budget) if bytes > 0 => {
             parse_memory = charge_large(budget, bytes);
@@ -626,6 +656,8 @@ fn token_source(
             let text = text.map_err(|error| {
                 if is_short && error == RenderError::TooLong {
                     SLOW_TEMPLATE
+                } else if matches!(error, RenderError::Number(_)) {
+                    OpaqueReason::Number.as_str()
                 } else {
                     "template_failed"
                 }

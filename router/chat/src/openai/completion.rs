@@ -1,7 +1,9 @@
 //! `/v1/completions`: text, several texts, token ids or several lists of them.
 
 use std::borrow::Cow;
+use std::fmt;
 
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, Unexpected, Visitor};
 use serde_json::value::RawValue;
 
 use super::SpecialTokens;
@@ -110,7 +112,100 @@ fn prompts(raw: &RawValue) -> serde_json::Result<PromptList<'_>> {
             let texts: Vec<JsonText<'_>> = serde_json::from_str(json)?;
             PromptList::Texts(texts.into_iter().map(|text| text.0).collect())
         }
-        (_, [b'[', ..]) => PromptList::Tokens(serde_json::from_str(json)?),
-        _ => PromptList::Tokens(vec![serde_json::from_str(json)?]),
+        (_, [b'[', ..]) => PromptList::Tokens(ids(json)?),
+        _ => PromptList::Tokens(vec![ids(json)?]),
     })
+}
+
+/// Token ids, which an engine also reads from `1.0` and `true`.
+fn ids<T: DeserializeOwned + OfIds>(json: &str) -> serde_json::Result<T> {
+    serde_json::from_str(json).or_else(|error| {
+        let read = serde_json::from_str::<T::Lenient>(json);
+        read.map(T::of).map_err(|_| error)
+    })
+}
+
+/// One list of token ids, or several.
+trait OfIds: Sized {
+    type Lenient: DeserializeOwned;
+
+    fn of(read: Self::Lenient) -> Self;
+}
+
+impl OfIds for Vec<u32> {
+    type Lenient = Vec<TokenId>;
+
+    fn of(read: Vec<TokenId>) -> Self {
+        read.into_iter().map(|id| id.0).collect()
+    }
+}
+
+impl OfIds for Vec<Vec<u32>> {
+    type Lenient = Vec<Vec<TokenId>>;
+
+    fn of(read: Vec<Vec<TokenId>>) -> Self {
+        read.into_iter().map(Vec::<u32>::of).collect()
+    }
+}
+
+struct TokenId(u32);
+
+impl<'de> Deserialize<'de> for TokenId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Self(0))
+    }
+}
+
+impl Visitor<'_> for TokenId {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a token id")
+    }
+
+    fn visit_bool<E: Error>(self, id: bool) -> Result<Self, E> {
+        Ok(Self(id.into()))
+    }
+
+    fn visit_u64<E: Error>(self, id: u64) -> Result<Self, E> {
+        let read = u32::try_from(id).map(Self);
+        read.map_err(|_| E::invalid_value(Unexpected::Unsigned(id), &self))
+    }
+
+    fn visit_f64<E: Error>(self, id: f64) -> Result<Self, E> {
+        if id.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&id) {
+            Ok(Self(id as u32))
+        } else {
+            Err(E::invalid_value(Unexpected::Float(id), &self))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokens(json: &str) -> Option<Vec<Vec<u32>>> {
+        let raw = RawValue::from_string(json.to_owned()).unwrap();
+        match prompts(&raw).ok()? {
+            PromptList::Tokens(lists) => Some(lists),
+            PromptList::Texts(_) => None,
+        }
+    }
+
+    #[test]
+    fn integral_floats_are_token_ids() {
+        assert_eq!(tokens("[1, 2.0, 1e1, true]"), Some(vec![vec![1, 2, 10, 1]]));
+        assert_eq!(tokens("[[1.0], [2, 3.0]]"), Some(vec![vec![1], vec![2, 3]]));
+        for json in [
+            "[1.5]",
+            "[-1.0]",
+            "[null]",
+            "[1e300]",
+            "[4294967296.0]",
+            "[[1], 2]",
+        ] {
+            assert_eq!(tokens(json), None, "{json}");
+        }
+    }
 }

@@ -5,6 +5,7 @@
 //! judges every body but those that cannot be read: they could have an option that none may have.
 
 mod anthropic;
+mod members;
 mod responses;
 
 use std::borrow::Cow;
@@ -13,7 +14,9 @@ use serde::Serialize;
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice, is_dense, values_max};
+use super::chat::{
+    ChatApi, ChatEnding, ChatParts, ThinkingRequest, ToolChoice, is_dense, values_max,
+};
 use super::error::OpenAiError;
 use super::fields::{BodyFields, body_error};
 use super::request::{
@@ -40,6 +43,8 @@ struct ConvertedChat {
     thinking: ThinkingRequest,
     /// `tool_choice` is `none`.
     tool_choice: ToolChoice,
+    /// The last message goes on.
+    is_continued: bool,
 }
 
 /// A tool in the form of the chat route.
@@ -115,9 +120,9 @@ pub(super) fn parse<'b>(
         ConvertedRoute::Responses => responses::convert(&fields),
         ConvertedRoute::Messages => anthropic::convert(&fields),
     };
-    let special_tokens = match route {
-        ConvertedRoute::Responses => SpecialTokens::Add,
-        ConvertedRoute::Messages => SpecialTokens::Omit,
+    let (api, special_tokens) = match route {
+        ConvertedRoute::Responses => (ChatApi::Responses, SpecialTokens::Add),
+        ConvertedRoute::Messages => (ChatApi::Messages, SpecialTokens::Omit),
     };
     let text = |name| fields.text(name).ok().flatten().map(Cow::into_owned);
     let info = RequestInfo {
@@ -136,6 +141,7 @@ pub(super) fn parse<'b>(
         opaque.set(reason);
         unconverted(&fields, prompt, special_tokens)
     });
+    let chat = ChatParts { api, ..chat };
     let xargs = fields.raw("vllm_xargs");
     Ok(ParsedRequest {
         route: match route {
@@ -159,6 +165,7 @@ fn unconverted<'a>(
 ) -> ChatParts<'a> {
     let empty = || Cow::Owned(RawValue::NULL.to_owned());
     ChatParts {
+        api: ChatApi::default(),
         messages: fields.raw(prompt).map_or_else(empty, Cow::Borrowed),
         system_first: None,
         tools: fields.raw("tools").map(Cow::Borrowed),
@@ -179,9 +186,11 @@ impl ConvertedChat {
         fields: &BodyFields<'a>,
         special_tokens: SpecialTokens,
     ) -> Conversion<ChatParts<'a>> {
-        let tools = self.tools.filter(|tools| !tools.is_empty());
-        let tools = tools.map(|tools| to_raw_value(&tools).map_err(unknown));
+        let tools = self
+            .tools
+            .map(|tools| to_raw_value(&tools).map_err(unknown));
         Ok(ChatParts {
+            api: ChatApi::default(),
             messages: Cow::Owned(to_raw_value(&self.messages).map_err(unknown)?),
             system_first: self.system_first,
             tools: tools.transpose()?.map(Cow::Owned),
@@ -191,7 +200,10 @@ impl ConvertedChat {
             template_kwargs: fields.raw("chat_template_kwargs"),
             reasoning_effort: self.reasoning_effort.map(Cow::Owned),
             thinking: self.thinking,
-            ending: ChatEnding::GenerationPrompt,
+            ending: match self.is_continued {
+                true => ChatEnding::InsideLastMessage,
+                false => ChatEnding::GenerationPrompt,
+            },
             special_tokens,
         })
     }

@@ -66,6 +66,11 @@ impl<'de> Visitor<'de> for SkippedValue {
     }
 }
 
+/// A body without the byte order mark of UTF-8, which engines skip.
+pub(super) fn without_mark(body: &[u8]) -> &[u8] {
+    body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
+}
+
 /// The wanted fields of a JSON object. A null field counts as absent.
 #[derive(Debug)]
 pub(super) struct BodyFields<'a> {
@@ -100,8 +105,8 @@ impl<'de> Visitor<'de> for BodyFieldsSeed {
             if let Some(at) = self.0.iter().position(|name| *name == key.0) {
                 fields.values[at] = Some(map.next_value::<&'de RawValue>()?);
             } else {
-                fields.has_unknown = true;
-                map.next_value::<SkippedValue>()?;
+                let value = map.next_value::<Option<SkippedValue>>()?;
+                fields.has_unknown |= value.is_some();
             }
         }
         Ok(fields)
@@ -114,7 +119,7 @@ impl<'a> BodyFields<'a> {
         body: &'a [u8],
         names: &'static [&'static str],
     ) -> Result<Self, serde_json::Error> {
-        let mut json = serde_json::Deserializer::from_slice(body);
+        let mut json = serde_json::Deserializer::from_slice(without_mark(body));
         let fields = BodyFieldsSeed(names).deserialize(&mut json)?;
         json.end()?;
         Ok(fields)
@@ -129,7 +134,7 @@ impl<'a> BodyFields<'a> {
         }
     }
 
-    /// The body has fields that are not wanted.
+    /// The body has fields that are not wanted, and not null.
     pub(super) const fn has_unknown(&self) -> bool {
         self.has_unknown
     }

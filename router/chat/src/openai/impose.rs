@@ -7,7 +7,7 @@ use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::error::OpenAiError;
-use super::fields::{BodyFields, body_error};
+use super::fields::{BodyFields, body_error, without_mark};
 use super::rewrite::KeptMembers;
 
 const SALT: &str = "cache_salt";
@@ -240,7 +240,7 @@ fn too_many_tokens(name: &'static str, max: u32) -> OpenAiError {
 /// The object with members added, in place of those with the same names.
 fn with_members(body: &[u8], added: &[(&str, String)]) -> Result<Vec<u8>, OpenAiError> {
     let names: Vec<&str> = added.iter().map(|(name, _)| *name).collect();
-    let mut json = serde_json::Deserializer::from_slice(body);
+    let mut json = serde_json::Deserializer::from_slice(without_mark(body));
     let kept = json.deserialize_map(KeptMembers::without(&names));
     let mut members = kept.map_err(|error| body_error(&error))?;
     for (name, value) in added {
@@ -292,6 +292,7 @@ mod tests {
             ),
             (r#"{"cache\u005fsalt":"x"}"#, r#"{"cache_salt":"t:x"}"#),
             (r#"{"cache_salt":null}"#, r#"{"cache_salt":"t:-"}"#),
+            ("\u{feff}{}", r#"{"cache_salt":"t:-"}"#),
         ] {
             assert_eq!(imposed(body, &salted()).as_deref(), Some(expected));
         }
@@ -307,7 +308,7 @@ mod tests {
             &b""[..],
             b"[]",
             b"{\"a\":NaN}",
-            b"\xef\xbb\xbf{}",
+            b"\xff\xfe{\0}\0",
             b"{} {}",
             &utf16,
         ] {

@@ -21,7 +21,7 @@ mod rewrite;
 mod sse;
 mod usage;
 
-pub use chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
+pub use chat::{ChatApi, ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
 pub use form::{UnreadableForm, form_field, is_form, require_form};
@@ -32,6 +32,7 @@ pub use request::{
     OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse, parse_admitted,
 };
 pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};
+pub use rewrite::without_python_numbers;
 pub use sse::{SseEvent, SseSplitter, StreamObserver, is_error};
 pub use usage::TokenUsage;
 

@@ -78,6 +78,8 @@ pub enum OpaqueReason {
     Suffix,
     /// Its prompts or JSON values would take many times the memory of its text.
     PromptMemory,
+    /// Python reads a number of the chat that the router cannot.
+    Number,
     /// The router cannot read the value of this field.
     Unreadable(&'static str),
 }
@@ -94,6 +96,7 @@ impl OpaqueReason {
             Self::StoredHistory => "stored_history",
             Self::Suffix => "suffix",
             Self::PromptMemory => "prompt_memory",
+            Self::Number => "number",
             Self::Unreadable(_) => "unreadable_field",
         }
     }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
+use super::chat::outside_strings;
 use super::fields::JsonText;
 
 const REPORT_MODE: &str = "kv_cache_report_mode";
@@ -24,6 +25,28 @@ pub(super) fn without_report_mode(body: &[u8], xargs: &RawValue) -> Option<Vec<u
     out.push(b'}');
     out.extend_from_slice(&body[range.end..]);
     Some(out)
+}
+
+/// The body with a zero in place of each `NaN` and `Infinity`, which Python reads as numbers; `None` if
+/// there is none. No length changes.
+pub fn without_python_numbers(body: &[u8]) -> Option<Vec<u8>> {
+    const NUMBERS: [(&str, &str); 2] = [("NaN", "0.0"), ("Infinity", "0.000000")];
+    let text = std::str::from_utf8(body).ok()?;
+    let mut out = Vec::with_capacity(body.len());
+    for gap in outside_strings(text) {
+        // The string before the gap.
+        let start = part_of(body, gap)?.start;
+        out.extend_from_slice(&body[out.len()..start]);
+        out.extend_from_slice(gap);
+        for (number, zero) in NUMBERS {
+            let found: Vec<usize> = memchr::memmem::find_iter(gap, number).collect();
+            for at in found {
+                out[start + at..][..zero.len()].copy_from_slice(zero.as_bytes());
+            }
+        }
+    }
+    out.extend_from_slice(&body[out.len()..]);
+    (out != body).then_some(out)
 }
 
 /// Where a part of these bytes is.
@@ -83,5 +106,31 @@ impl<'de> Visitor<'de> for KeptMembers<'_> {
             }
         }
         Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_python_become_zeros_outside_strings() {
+        let replaced = |body: &str| {
+            let body = without_python_numbers(body.as_bytes());
+            body.map(|body| String::from_utf8(body).unwrap())
+        };
+        for (body, expected) in [
+            (
+                r#"{"a":NaN,"NaN":"NaN","b":[-Infinity,1]}"#,
+                Some(r#"{"a":0.0,"NaN":"NaN","b":[-0.000000,1]}"#),
+            ),
+            ("NaN", Some("0.0")),
+            (r#"{"a":"Infinity \" NaN"}"#, None),
+            (r#""open NaN"#, None),
+            ("", None),
+        ] {
+            assert_eq!(replaced(body).as_deref(), expected, "{body}");
+        }
+        assert_eq!(without_python_numbers(b"{\xff:NaN}"), None);
     }
 }

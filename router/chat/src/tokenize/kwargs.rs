@@ -6,7 +6,7 @@ use std::fmt;
 use minijinja::value::Value;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, Visitor};
 
-use super::messages::has_other_numbers;
+use super::messages::{check_numbers, unreadable};
 use super::template::RenderError;
 
 /// The field, as errors name it.
@@ -19,9 +19,7 @@ pub(super) type TemplateKwargs = BTreeMap<String, Value>;
 
 /// Reading ends at the first member above the bound.
 pub(super) fn read(json: &str) -> Result<TemplateKwargs, RenderError> {
-    if has_other_numbers(json) {
-        return Err(RenderError::Unsupported(NAME));
-    }
+    check_numbers(NAME, json)?;
     let mut read = KwargsSeed {
         members: TemplateKwargs::new(),
         is_full: false,
@@ -34,7 +32,7 @@ pub(super) fn read(json: &str) -> Result<TemplateKwargs, RenderError> {
             max: MEMBERS_MAX,
         }),
         Ok(()) => Ok(read.members),
-        Err(_) => Err(RenderError::Invalid(NAME)),
+        Err(error) => Err(unreadable(NAME, &error)),
     }
 }
 

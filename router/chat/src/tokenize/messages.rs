@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 
 use super::RenderError;
 use super::content_format::ContentFormat;
-use crate::openai::outside_strings;
+use crate::openai::{ChatApi, outside_strings};
 
 /// Members of a content part that vLLM interprets; text parts keep all others.
 const KNOWN_PART_MEMBERS: &[&str] = &[
@@ -42,23 +42,32 @@ type Members = Vec<(&'static str, Value)>;
 
 /// Raw JSON as template values, as Python reads it.
 pub(super) fn read_json(name: &'static str, raw: &RawValue) -> Result<Value> {
-    if has_other_numbers(raw.get()) {
-        return Err(RenderError::Unsupported(name));
+    check_numbers(name, raw.get())?;
+    serde_json::from_str(raw.get()).map_err(|error| unreadable(name, &error))
+}
+
+/// The error for JSON that the engine refuses, or in which only Python reads a number.
+pub(super) fn unreadable(name: &'static str, error: &serde_json::Error) -> RenderError {
+    if error.to_string().contains("out of range") {
+        RenderError::Number(name)
+    } else {
+        RenderError::Invalid(name)
     }
-    serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid(name))
 }
 
 /// The conversation that a template renders.
-pub(super) fn conversation(raw: &RawValue, format: ContentFormat) -> Result<Vec<Value>> {
-    if has_other_numbers(raw.get()) {
-        return Err(RenderError::Unsupported("messages"));
-    }
+pub(super) fn conversation(
+    raw: &RawValue,
+    format: ContentFormat,
+    api: ChatApi,
+) -> Result<Vec<Value>> {
+    check_numbers("messages", raw.get())?;
     let messages: Vec<Value> =
-        serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid("messages"))?;
+        serde_json::from_str(raw.get()).map_err(|error| unreadable("messages", &error))?;
     if messages.is_empty() {
         return Err(RenderError::Invalid("messages"));
     }
-    let read = |message| template_message(message, format);
+    let read = |message| template_message(message, format, api);
     messages.iter().map(read).collect()
 }
 
@@ -78,7 +87,7 @@ fn object(members: Members) -> Value {
     Value::from_pairs(members)
 }
 
-fn template_message(message: &Value, format: ContentFormat) -> Result<Value> {
+fn template_message(message: &Value, format: ContentFormat, api: ChatApi) -> Result<Value> {
     let role_value = text_member(message, "role").ok_or(RenderError::Invalid("role"))?;
     let role = role_value.as_str().unwrap_or("");
     let mut members: Members = vec![("role", role_value.clone())];
@@ -92,7 +101,7 @@ fn template_message(message: &Value, format: ContentFormat) -> Result<Value> {
     match role {
         "assistant" => {
             if let Some(calls) = member(message, "tool_calls") {
-                let calls = tool_calls(&calls)?;
+                let calls = tool_calls(&calls, api)?;
                 if !calls.is_empty() {
                     members.push(("tool_calls", Value::from(calls)));
                 }
@@ -141,10 +150,14 @@ fn content(message: &Value, role: &str, format: ContentFormat) -> Result<Value> 
                 .map(TextPart::into_object)
                 .collect::<Vec<_>>(),
         ),
-        ContentFormat::Text => match &read[..] {
-            [only] => only.text.clone(),
-            _ => joined(read.iter().map(|part| part.text.clone())),
-        },
+        ContentFormat::Text => {
+            // The engine drops an empty text among the parts of a text.
+            read.retain(|part| part.text.as_str() != Some(""));
+            match &read[..] {
+                [only] => only.text.clone(),
+                _ => joined(read.iter().map(|part| part.text.clone())),
+            }
+        }
     })
 }
 
@@ -265,7 +278,7 @@ fn tool_content(content: Value) -> Value {
     )
 }
 
-fn tool_calls(calls: &Value) -> Result<Vec<Value>> {
+fn tool_calls(calls: &Value, api: ChatApi) -> Result<Vec<Value>> {
     const INVALID: RenderError = RenderError::Invalid("tool_calls");
     if calls.kind() != ValueKind::Seq {
         return Err(INVALID);
@@ -284,6 +297,10 @@ fn tool_calls(calls: &Value) -> Result<Vec<Value>> {
             ),
             (Value::from("name"), name),
         ];
+        if api == ChatApi::Responses {
+            // Its calls are no requests of the chat route, whose type orders their members.
+            inner.reverse();
+        }
         inner.extend(others(&function, &["arguments", "name"]));
         let mut outer = vec![
             (Value::from("id"), id),
@@ -308,21 +325,17 @@ fn others(object: &Value, known: &[&str]) -> Vec<(Value, Value)> {
 fn parsed_arguments(text: &str) -> Result<Value> {
     const UNSUPPORTED: RenderError = RenderError::Unsupported("tool_calls");
     let empty = || Value::from_pairs(Vec::<(Value, Value)>::new());
-    if has_other_numbers(text) {
-        return Err(UNSUPPORTED);
-    }
+    check_numbers("tool_calls", text)?;
     match serde_json::from_str::<Value>(text) {
         Ok(value) if value.kind() == ValueKind::Map => Ok(value),
         Ok(_) => Ok(empty()),
         Err(error) => {
             // Python accepts a little more than JSON.
             let reason = error.to_string();
-            let python_only = ["NaN", "Infinity", "\\ud", "\\uD"]
-                .iter()
-                .any(|w| text.contains(w))
-                || reason.contains("recursion limit")
-                || reason.contains("out of range");
-            if python_only {
+            let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
+            if has(&["NaN", "Infinity"]) || reason.contains("out of range") {
+                Err(RenderError::Number("tool_calls"))
+            } else if has(&["\\ud", "\\uD"]) || reason.contains("recursion limit") {
                 Err(UNSUPPORTED)
             } else {
                 Ok(empty())
@@ -331,16 +344,32 @@ fn parsed_arguments(text: &str) -> Result<Value> {
     }
 }
 
-/// Whether Python may read a number of the JSON as another one: it reads integers exactly, and `-0`
-/// as 0. Any 19 digits count, also those of a fraction.
-pub(super) fn has_other_numbers(json: &str) -> bool {
-    outside_strings(json).any(|gap| has_many_digits(gap) || has_negative_zero(gap))
+/// Fails if Python reads a number of the JSON as another one: it reads integers of any size exactly,
+/// and `-0` as 0.
+pub(super) fn check_numbers(name: &'static str, json: &str) -> Result<()> {
+    let is_other = |gap: &[u8]| has_large_integer(gap) || has_negative_zero(gap);
+    match outside_strings(json).any(is_other) {
+        true => Err(RenderError::Number(name)),
+        false => Ok(()),
+    }
 }
 
-fn has_many_digits(gap: &[u8]) -> bool {
+/// Whether an integer has more than 64 bits.
+fn has_large_integer(gap: &[u8]) -> bool {
     const DIGITS_MIN: usize = 19;
-    let mut numbers = gap.split(|byte| !byte.is_ascii_digit());
-    numbers.any(|digits| digits.len() >= DIGITS_MIN)
+    let mut runs = gap.split(|byte| !byte.is_ascii_digit());
+    if !runs.any(|digits| digits.len() >= DIGITS_MIN) {
+        return false;
+    }
+    let is_part =
+        |byte: &u8| byte.is_ascii_digit() || matches!(byte, b'-' | b'+' | b'.' | b'e' | b'E');
+    let mut numbers = gap.split(|byte| !is_part(byte));
+    numbers.any(|number| {
+        let is_float = number.iter().any(|byte| matches!(byte, b'.' | b'e' | b'E'));
+        let text = std::str::from_utf8(number).unwrap_or("");
+        let fits = text.parse::<i64>().is_ok() || text.parse::<u64>().is_ok();
+        number.len() >= DIGITS_MIN && !is_float && !fits
+    })
 }
 
 /// `-0` that is neither a float nor an exponent.
@@ -354,10 +383,11 @@ fn has_negative_zero(gap: &[u8]) -> bool {
 }
 
 /// Tools as vLLM's types print them: with defaults, without unknown members.
-pub(super) fn tools(raw: &RawValue) -> Result<Value> {
+pub(super) fn tools(raw: &RawValue, api: ChatApi) -> Result<Value> {
     const INVALID: RenderError = RenderError::Invalid("tools");
     let list = read_json("tools", raw)?;
-    if list.kind() != ValueKind::Seq || list.len() == Some(0) {
+    let is_refused = api == ChatApi::Chat && list.len() == Some(0);
+    if list.kind() != ValueKind::Seq || is_refused {
         return Err(INVALID);
     }
     let mut read = Vec::new();

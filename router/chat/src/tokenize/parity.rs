@@ -46,6 +46,10 @@ pub enum ProbeKind {
     Responses,
     Messages,
     MessagesWithTools,
+    /// Fields, tools and items that coding agents send. An engine may refuse them: then it refuses
+    /// the agents' requests too.
+    AgentResponses,
+    AgentMessages,
 }
 
 /// The engine's answer to a probe.
@@ -134,30 +138,41 @@ pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict
     let verdicts: Vec<_> = verdicts.into_iter().collect();
     let refused = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::BothRefuse);
     let is_equal = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::Equal { .. });
-    // An engine without a parser for calls refuses every message with tools.
-    let is_void = |kind: ProbeKind, verdict: &ProbeVerdict| {
-        let may_refuse = matches!(
-            kind,
-            ProbeKind::ContinuedChat | ProbeKind::MessagesWithTools
-        );
-        refused(verdict) || (may_refuse && matches!(verdict, ProbeVerdict::OnlyEngineRefuses))
-    };
     let of_kind = |kind: ProbeKind| verdicts.iter().filter(move |(of, _)| *of == kind);
-    let none_against = |kind: ProbeKind| {
-        of_kind(kind).all(|(kind, verdict)| is_void(*kind, verdict) || is_equal(verdict))
-    };
+    let none_against =
+        |kind: ProbeKind| !of_kind(kind).any(|(kind, verdict)| is_against(*kind, verdict));
     let trusted =
         |kind: ProbeKind| none_against(kind) && of_kind(kind).any(|(_, verdict)| is_equal(verdict));
     let chat = trusted(ProbeKind::Chat) && none_against(ProbeKind::ContinuedChat);
+    let messages = trusted(ProbeKind::Messages) && none_against(ProbeKind::AgentMessages);
     TokenTrust {
         completions: trusted(ProbeKind::Completion),
         chat,
         chat_with_tools: chat && trusted(ProbeKind::ChatWithTools),
         rendered_chat: trusted(ProbeKind::RenderedChat),
-        responses: trusted(ProbeKind::Responses),
-        messages: trusted(ProbeKind::Messages),
-        messages_with_tools: trusted(ProbeKind::Messages) && trusted(ProbeKind::MessagesWithTools),
+        responses: trusted(ProbeKind::Responses) && none_against(ProbeKind::AgentResponses),
+        messages,
+        messages_with_tools: messages && trusted(ProbeKind::MessagesWithTools),
         skipped: verdicts.iter().filter(|(_, v)| refused(v)).count(),
+    }
+}
+
+/// Whether a verdict speaks against prompts of its kind.
+pub fn is_against(kind: ProbeKind, verdict: &ProbeVerdict) -> bool {
+    match verdict {
+        ProbeVerdict::Equal { .. } | ProbeVerdict::BothRefuse => false,
+        // An engine without a parser for calls refuses every message with tools.
+        ProbeVerdict::OnlyEngineRefuses => !matches!(
+            kind,
+            ProbeKind::ContinuedChat
+                | ProbeKind::MessagesWithTools
+                | ProbeKind::AgentResponses
+                | ProbeKind::AgentMessages
+        ),
+        ProbeVerdict::OnlyWeRefuse(_) => {
+            !matches!(kind, ProbeKind::AgentResponses | ProbeKind::AgentMessages)
+        }
+        ProbeVerdict::Differ { .. } | ProbeVerdict::Unanswered => true,
     }
 }
 
@@ -197,19 +212,27 @@ struct ProbeDefinition {
     /// It is sent to the chat's render route.
     #[serde(default)]
     rendered: bool,
+    /// Its forms are those of agents.
+    #[serde(default)]
+    agent: bool,
 }
 
 impl ProbeDefinition {
     fn probe(mut self, tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Probe {
         let has_tools = self.body.contains_key("tools");
         let (route, kind) = if self.body.contains_key("max_tokens") {
-            let kind = match has_tools {
-                true => ProbeKind::MessagesWithTools,
-                false => ProbeKind::Messages,
+            let kind = match (self.agent, has_tools) {
+                (true, _) => ProbeKind::AgentMessages,
+                (false, true) => ProbeKind::MessagesWithTools,
+                (false, false) => ProbeKind::Messages,
             };
             (PromptRoute::Messages, kind)
         } else if self.body.contains_key("input") {
-            (PromptRoute::Responses, ProbeKind::Responses)
+            let kind = match self.agent {
+                true => ProbeKind::AgentResponses,
+                false => ProbeKind::Responses,
+            };
+            (PromptRoute::Responses, kind)
         } else if self.body.contains_key("prompt") {
             (PromptRoute::Completions, ProbeKind::Completion)
         } else if self.rendered {
@@ -245,15 +268,17 @@ fn encode(
     now: CivilTime,
 ) -> Result<Vec<u32>, ChatEncodeError> {
     let invalid = ChatEncodeError::from(RenderError::Invalid("probe"));
-    match openai::parse(route, body).map(|request| request.prompt) {
-        Ok(PromptSource::Chat(chat)) => tokenizer.encode_chat(&chat, now),
-        Ok(PromptSource::Completion(parts)) => match parts.prompts {
+    let read = openai::parse(route, body).ok();
+    let read = read.filter(|request| request.info.opaque.is_none());
+    match read.map(|request| request.prompt) {
+        Some(PromptSource::Chat(chat)) => tokenizer.encode_chat(&chat, now),
+        Some(PromptSource::Completion(parts)) => match parts.prompts {
             PromptList::Texts(texts) if texts.len() == 1 => {
                 Ok(tokenizer.encode(&texts[0], parts.special_tokens)?)
             }
             PromptList::Texts(_) | PromptList::Tokens(_) => Err(invalid),
         },
-        Err(_) => Err(invalid),
+        None => Err(invalid),
     }
 }
 

@@ -47,6 +47,9 @@ pub enum RenderError {
     Invalid(&'static str),
     #[error("the engine's reading of `{0}` cannot be reproduced")]
     Unsupported(&'static str),
+    /// Python has numbers that the router has not.
+    #[error("`{0}` has a number that cannot be reproduced")]
+    Number(&'static str),
     #[error("`{name}` has more than {max} members")]
     TooManyMembers { name: &'static str, max: usize },
     #[error("the template executes too many instructions or copies too much")]
@@ -255,7 +258,7 @@ impl ChatTemplates {
             .as_deref()
             .filter(|_| self.wants_system_first);
         let messages = merged.unwrap_or(&chat.messages);
-        let mut conversation = messages::conversation(messages, traits.format)?;
+        let mut conversation = messages::conversation(messages, traits.format, chat.api)?;
         if !traits.knows_developer {
             conversation = messages::without_developer_role(conversation);
         }
@@ -428,7 +431,7 @@ impl TemplateArguments {
         let excludes_tools =
             chat.tool_choice == ToolChoice::None && rules.unused_tools == UnusedTools::Excluded;
         if let Some(tools) = chat.tools.as_deref().filter(|_| !excludes_tools) {
-            read.tools = messages::tools(tools)?;
+            read.tools = messages::tools(tools, chat.api)?;
         }
         if let Some(raw) = &chat.template_kwargs {
             let kwargs = kwargs::read(raw.get())?;

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::*;
@@ -200,7 +201,7 @@ fn a_bare_tokenizer_has_no_templates() {
 fn the_quick_starts_tokenizer_encodes_every_probe() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
     let probes = parity::probes(&tokenizer, "m", now());
-    assert_eq!(probes.len(), 23);
+    assert_eq!(probes.len(), 35);
     assert!(probes.iter().all(|probe| probe.ours.is_ok()), "{probes:?}");
     let mut verdicts = Vec::new();
     for probe in &probes {
@@ -308,25 +309,26 @@ fn template_kwargs_are_bounded() {
 
 #[test]
 fn values_that_python_reads_differently_are_unsupported() {
+    const NUMBER: RenderError = RenderError::Number("tool_calls");
+    const OTHER: RenderError = RenderError::Unsupported("tool_calls");
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
-    for arguments in [
-        r#"{\"a\": NaN}"#,
-        r#"{\"a\": 123456789012345678901234567890}"#,
-        r#"{\"a\": 1e999}"#,
-        r#"{\"a\": -0}"#,
-        r#"{\"a\": \"\\ud800\"}"#,
-        &format!("{}{}", "[".repeat(500), "]".repeat(500)),
+    let deep = format!("{}{}", "[".repeat(500), "]".repeat(500));
+    for (arguments, expected) in [
+        (r#"{\"a\": NaN}"#, NUMBER),
+        (r#"{\"a\": [-Infinity]}"#, NUMBER),
+        (r#"{\"a\": 18446744073709551616}"#, NUMBER),
+        (r#"{\"a\": -9223372036854775809}"#, NUMBER),
+        (r#"{\"a\": 1e999}"#, NUMBER),
+        (r#"{\"a\": -0}"#, NUMBER),
+        (r#"{\"a\": \"\\ud800\"}"#, OTHER),
+        (deep.as_str(), OTHER),
     ] {
         let body = format!(
             r#"{{"messages":[{{"role":"assistant","content":"","tool_calls":[{{"id":"1",
             "type":"function","function":{{"name":"f","arguments":"{arguments}"}}}}]}}]}}"#
         );
         let error = chat(&tokenizer, &body).unwrap_err();
-        assert_eq!(
-            error,
-            RenderError::Unsupported("tool_calls").to_string(),
-            "{arguments}"
-        );
+        assert_eq!(error, expected.to_string(), "{arguments}");
     }
 }
 
@@ -361,15 +363,252 @@ fn numbers_that_python_reads_differently_are_unsupported_everywhere() {
     ] {
         for number in ["-0", "123456789012345678901234"] {
             let error = chat(&tokenizer, &body(number, place)).unwrap_err();
-            let expected = RenderError::Unsupported(place);
+            let expected = RenderError::Number(place);
             assert_eq!(error, expected.to_string(), "{number}");
         }
         for number in ["-0.0", "-0e1", "-0.5E-07", "1e-05", "-10"] {
             chat(&tokenizer, &body(number, place)).unwrap();
         }
+        for number in [
+            "9223372036854775807",
+            "-9223372036854775808",
+            "18446744073709551615",
+            "0.1000000000000000055511",
+            "1700000000000000000.5",
+        ] {
+            chat(&tokenizer, &body(number, place)).unwrap();
+        }
     }
     let text = r#"{"messages":[{"role":"user","content":"-0, 123456789012345678901234"}]}"#;
     chat(&tokenizer, text).unwrap();
+}
+
+/// The text of a body under a template; `None` if there is none.
+fn text_of(template: &str, route: PromptRoute, body: &Value) -> Option<String> {
+    let templates = ChatTemplates::single(template.to_owned(), BTreeMap::new()).unwrap();
+    let body = body.to_string();
+    let request = parse(route, body.as_bytes()).unwrap();
+    assert_eq!(request.info.opaque, None, "{body}");
+    match &request.prompt {
+        PromptSource::Chat(chat) => templates.render(chat, now()).ok(),
+        PromptSource::Completion(_) => panic!("a chat"),
+    }
+}
+
+#[test]
+#[expect(clippy::too_many_lines, reason = "one line for each body")]
+fn an_empty_text_is_no_part_of_a_text() {
+    use PromptRoute::{ChatCompletions, Messages, Responses};
+    const TEXT: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+    const PARTS: &str = "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}\
+        {{ m.content }}{% else %}{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endif %}\
+        {% endfor %}";
+    let part = |text: &str| json!({"type": "text", "text": text});
+    let message = |role: &str, content: Value| json!({"role": role, "content": content});
+    let chat = |role: &str, content: Value| {
+        (
+            ChatCompletions,
+            json!({"messages": [message(role, content)]}),
+        )
+    };
+    let two = |first: &str, second: &str| json!([part(first), part(second)]);
+    let output = json!([{"type": "input_text", "text": ""}, {"type": "input_text", "text": "x"}]);
+    let result = json!({"type": "tool_result", "tool_use_id": "t", "content": two("", "x")});
+    let refusal = json!([{"type": "refusal", "refusal": ""}, part("x")]);
+    for ((route, body), text, parts) in [
+        (chat("user", two("", "x")), "<user>x", "<user>[][x]"),
+        (chat("system", two("x", "")), "<system>x", "<system>[x][]"),
+        (
+            chat("assistant", two("", "")),
+            "<assistant>",
+            "<assistant>[][]",
+        ),
+        (
+            chat("assistant", refusal),
+            "<assistant>x",
+            "<assistant>[][x]",
+        ),
+        (chat("user", json!("")), "<user>", "<user>[]"),
+        (chat("tool", two("", "x")), "<tool>x", "<tool>\nx"),
+        (
+            (
+                Responses,
+                json!({"input": [message("user", output.clone())]}),
+            ),
+            "<user>x",
+            "<user>[][x]",
+        ),
+        (
+            (
+                Responses,
+                json!({"input": [{"type": "function_call_output", "call_id": "c", "output": output}]}),
+            ),
+            "<tool>x",
+            "<tool>\nx",
+        ),
+        (
+            (
+                Messages,
+                json!({"messages": [message("user", two("", "x"))]}),
+            ),
+            "<user>x",
+            "<user>[x]",
+        ),
+        (
+            (
+                Messages,
+                json!({"messages": [message("user", json!([result]))]}),
+            ),
+            "<tool>\nx",
+            "<tool>\nx",
+        ),
+    ] {
+        assert_eq!(text_of(TEXT, route, &body).as_deref(), Some(text), "{body}");
+        assert_eq!(
+            text_of(PARTS, route, &body).as_deref(),
+            Some(parts),
+            "{body}"
+        );
+    }
+}
+
+/// Templates may print a whole call.
+#[test]
+fn the_members_of_a_call_have_each_routes_order() {
+    use PromptRoute::{ChatCompletions, Messages, Responses};
+    const ALL: &str =
+        "{% for m in messages %}{{ m.tool_calls | tojson }}{{ m.content }}{% endfor %}";
+    let call = json!({"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}});
+    let block = json!({"type": "tool_use", "id": "c", "name": "f", "input": {}});
+    let item = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"});
+    let arguments_first =
+        r#"[{"id": "c", "function": {"arguments": {}, "name": "f"}, "type": "function"}]"#;
+    let name_first =
+        r#"[{"id": "c", "function": {"name": "f", "arguments": {}}, "type": "function"}]"#;
+    for (route, body, expected) in [
+        (
+            ChatCompletions,
+            json!({"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+            arguments_first,
+        ),
+        (
+            Messages,
+            json!({"messages": [{"role": "assistant", "content": [block]}]}),
+            arguments_first,
+        ),
+        (Responses, json!({"input": [item]}), name_first),
+    ] {
+        assert_eq!(
+            text_of(ALL, route, &body).as_deref(),
+            Some(expected),
+            "{body}"
+        );
+    }
+}
+
+#[test]
+fn an_empty_list_of_tools_is_no_missing_list() {
+    use PromptRoute::{ChatCompletions, Messages, Responses};
+    const TOOLS: &str = "{{ tools is none }}{{ tools | tojson }}{# messages #}";
+    let dropped = json!([{"type": "web_search"}, {"type": "local_shell"}]);
+    let user = json!([{"role": "user", "content": "x"}]);
+    for (route, body, expected) in [
+        (
+            Responses,
+            json!({"input": "x", "tools": dropped}),
+            Some("False[]"),
+        ),
+        (
+            Responses,
+            json!({"input": "x", "tools": []}),
+            Some("Truenull"),
+        ),
+        (
+            Messages,
+            json!({"messages": user, "tools": []}),
+            Some("False[]"),
+        ),
+        (
+            ChatCompletions,
+            json!({"messages": user, "tools": []}),
+            None,
+        ),
+    ] {
+        assert_eq!(text_of(TOOLS, route, &body).as_deref(), expected, "{body}");
+    }
+}
+
+#[test]
+fn an_unfinished_answer_goes_on() {
+    const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\
+        {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+    let answer = |status: &str| {
+        json!({"type": "message", "id": "m", "role": "assistant", "status": status,
+            "content": [{"type": "output_text", "text": "a ", "annotations": []}]})
+    };
+    let user = json!({"role": "user", "content": "x"});
+    for (items, expected) in [
+        (
+            json!([user, answer("incomplete")]),
+            "<user>x</user><assistant>a ",
+        ),
+        (
+            json!([user, answer("in_progress")]),
+            "<user>x</user><assistant>a ",
+        ),
+        (
+            json!([user, answer("completed")]),
+            "<user>x</user><assistant>a </assistant><assistant>",
+        ),
+        (
+            json!([answer("incomplete"), user]),
+            "<assistant>a </assistant><user>x</user><assistant>",
+        ),
+    ] {
+        let body = json!({"input": items});
+        let text = text_of(TEMPLATE, PromptRoute::Responses, &body);
+        assert_eq!(text.as_deref(), Some(expected), "{body}");
+    }
+}
+
+#[test]
+fn the_line_of_attribution_is_cut_from_a_system_prompt() {
+    use PromptRoute::{ChatCompletions, Messages, Responses};
+    const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+    let line = "x-anthropic-billing-header: a=1;";
+    let user = json!([{"role": "user", "content": "x"}]);
+    let both = format!("{line}\nS");
+    let chat = json!([{"role": "system", "content": both}, {"role": "user", "content": "x"}]);
+    let late = json!([{"role": "user", "content": "x"}, {"role": "system", "content": both}]);
+    for (route, body, expected) in [
+        (
+            Messages,
+            json!({"messages": user, "system": both}),
+            "<system>S<user>x",
+        ),
+        (
+            Messages,
+            json!({"messages": user, "system": line}),
+            "<system><user>x",
+        ),
+        (Messages, json!({"messages": late}), "<user>x"),
+        (
+            ChatCompletions,
+            json!({"messages": chat}),
+            "<system>S<user>x",
+        ),
+        (
+            Responses,
+            json!({"input": "x", "instructions": both}),
+            "<system>S<user>x",
+        ),
+    ] {
+        assert_eq!(
+            text_of(TEMPLATE, route, &body).as_deref(),
+            Some(expected),
+            "{body}"
+        );
+    }
 }
 
 #[test]

@@ -81,9 +81,21 @@ fn check(verdicts: &[(ProbeKind, ProbeVerdict)], expected: [&str; 3]) {
         .iter()
         .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
         .collect();
-    let checks = token_checks(&named, &[]);
+    let checks = token_checks(&named, &[], None);
     let results = [&checks.text, &checks.chat, &checks.chat_with_tools].map(name);
     assert_eq!(results, expected, "{verdicts:?}");
+}
+
+#[test]
+fn a_difference_of_a_text_names_the_likely_reason() {
+    let differ = ProbeVerdict::Differ {
+        at: 1,
+        ours: Some(1),
+        theirs: None,
+    };
+    let checks = token_checks(&[("text", ProbeKind::Completion, differ)], &[], Some("a reason"));
+    let why = "text: token 1 differs: router Some(1), engine None; a reason";
+    assert_eq!(checks.text, CheckResult::failed(why));
 }
 
 #[test]

@@ -1,3 +1,5 @@
+use warmroute_proto::BlockSize;
+
 use super::*;
 
 fn workers(count: usize) -> Vec<(WorkerId, String)> {

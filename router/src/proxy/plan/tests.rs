@@ -652,6 +652,40 @@ async fn work_ends_when_the_client_has_gone() {
     assert_eq!(job.step(), TaskState::Done);
 }
 
+/// Engines read them, as Python does.
+#[test]
+fn a_chat_with_numbers_of_python_is_forwarded_without_hashes() {
+    let inputs = with_tokenizer();
+    let tools = |number: &str| {
+        format!(
+            r#"{{"model":"m","messages":[{{"role":"user","content":"x"}}],"tools":[{{"type":
+            "function","function":{{"name":"f","parameters":{{"maximum":{number}}}}}}}]}}"#
+        )
+    };
+    for (number, why) in [
+        ("9223372036854775807", None),
+        ("18446744073709551615", None),
+        ("18446744073709551616", Some("number")),
+        ("NaN", Some("number")),
+        ("-Infinity", Some("number")),
+        ("1e400", Some("number")),
+    ] {
+        let body = tools(number);
+        let plan = plan(PromptRoute::ChatCompletions, body.as_bytes(), &inputs).unwrap();
+        assert_eq!((plan.unhashed, plan.rewritten), (why, None), "{number}");
+    }
+    let option = tools("NaN").replace(
+        "\"model\"",
+        "\"vllm_xargs\":{\"kv_cache_report_mode\":1},\"model\"",
+    );
+    for body in [option, tools("nan"), tools("NaN,")] {
+        assert!(
+            plan(PromptRoute::ChatCompletions, body.as_bytes(), &inputs).is_err(),
+            "{body}"
+        );
+    }
+}
+
 /// One step of a slow template occupies its thread for long, and one thread is for short jobs.
 #[tokio::test]
 async fn a_prompt_with_a_slow_template_is_a_long_job_until_it_is_rendered() {

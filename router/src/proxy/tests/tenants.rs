@@ -220,7 +220,7 @@ async fn a_salted_tenant_shares_no_cache_entry_and_no_client_can_ask_for_its_sal
     let asked = engine.asked();
     for body in [
         "{\"model\":\"m\",\"prompt\":[1],\"max_tokens\":51}",
-        "\u{feff}{}",
+        "{\"model\":\"m\",\"prompt\":[1],\"x\":NaN}",
         "[1]",
         "",
     ] {

@@ -35,9 +35,21 @@ pub(super) const FIELDS: &[&str] = &[
     "watermarking",
     "ec_transfer_params",
     "service_tier",
+    "anthropic_version",
+    "betas",
+    "cache_control",
+    "container",
+    "context_management",
+    "diagnostics",
+    "fallbacks",
+    "inference_geo",
+    "mcp_servers",
+    "speed",
+    "user_profile_id",
 ];
 
-/// A client's attribution line that differs in every request. The engine drops such blocks.
+/// A client's attribution line that differs in every request. The engine drops such blocks and
+/// messages; of a system prompt that is one text it drops the line, as in a chat.
 const BILLING_HEADER: &str = "x-anthropic-billing-header";
 
 #[derive(Deserialize)]
@@ -86,25 +98,39 @@ struct Tool<'a> {
     input_schema: &'a RawValue,
     strict: Option<bool>,
     defer_loading: Option<bool>,
-    /// The engine ignores it.
+    /// `custom` is a function. The engine ignores it, as it does the following.
+    r#type: Option<String>,
     #[serde(rename = "cache_control")]
     _cache_control: Option<IgnoredAny>,
+    #[serde(rename = "eager_input_streaming")]
+    _eager_input_streaming: Option<IgnoredAny>,
+    #[serde(rename = "allowed_callers")]
+    _allowed_callers: Option<IgnoredAny>,
+    #[serde(rename = "input_examples")]
+    _input_examples: Option<IgnoredAny>,
 }
 
 pub(super) fn convert(fields: &BodyFields<'_>) -> Conversion<ConvertedChat> {
     let raw = fields.raw("messages").ok_or(OpaqueReason::UnknownItem)?;
     let messages: Vec<Message<'_>> = serde_json::from_str(raw.get()).map_err(unknown)?;
-    let system = fields.raw("system").map(system_texts).transpose()?;
-    let system = system.unwrap_or_default();
+    let system = fields.raw("system").map(TextOr::read).transpose()?;
+    let system = match system {
+        None => Vec::new(),
+        Some(TextOr::Text(text)) => vec![text],
+        Some(TextOr::List(list)) => block_texts(list)?,
+    };
     let mut chat = ConvertedChat::default();
     chat.messages.extend(system_message(&system));
     let mut inline = Vec::new();
     for message in &messages {
         if message.role == "system" {
-            let text = system_texts(message.content)?.concat();
+            let text = match TextOr::read(message.content)? {
+                TextOr::Text(text) => Some(text).filter(|text| is_kept(text)).unwrap_or_default(),
+                TextOr::List(list) => block_texts(list)?.concat(),
+            };
             chat.messages
                 .extend(system_message(std::slice::from_ref(&text)));
-            inline.push(text);
+            inline.extend(Some(text).filter(|text| !text.is_empty()));
         } else {
             message.convert(&mut chat.messages)?;
         }
@@ -129,29 +155,20 @@ fn system_message(texts: &[String]) -> Option<Value> {
     (!text.is_empty()).then(|| json!({ "role": "system", "content": text }))
 }
 
-/// The texts of a system prompt without the billing header.
-fn system_texts(raw: &RawValue) -> Conversion<Vec<String>> {
-    let texts = match TextOr::read(raw)? {
-        TextOr::Text(text) => vec![text],
-        TextOr::List(list) => {
-            let blocks: Vec<Block<'_>> = serde_json::from_str(list.get()).map_err(unknown)?;
-            let text = |block: Block<'_>| match block.r#type.as_str() {
-                "text" => Ok(block.text.unwrap_or_default()),
-                _ => Err(OpaqueReason::UnknownItem),
-            };
-            let texts = blocks
-                .into_iter()
-                .map(text)
-                .collect::<Conversion<Vec<_>>>()?;
-            let is_kept = |text: &String| !text.starts_with(BILLING_HEADER);
-            return Ok(texts.into_iter().filter(is_kept).collect());
-        }
+fn is_kept(text: &str) -> bool {
+    !text.starts_with(BILLING_HEADER)
+}
+
+/// The texts of a system prompt's blocks.
+fn block_texts(list: &RawValue) -> Conversion<Vec<String>> {
+    let blocks: Vec<Block<'_>> = serde_json::from_str(list.get()).map_err(unknown)?;
+    let text = |block: Block<'_>| match block.r#type.as_str() {
+        "text" => Ok(block.text.unwrap_or_default()),
+        _ => Err(OpaqueReason::UnknownItem),
     };
-    // A top-level text keeps the header, a message loses it: neither is sent by known clients.
-    if texts[0].starts_with(BILLING_HEADER) {
-        return Err(OpaqueReason::UnknownItem);
-    }
-    Ok(texts)
+    let texts = blocks.into_iter().map(text);
+    let texts = texts.collect::<Conversion<Vec<_>>>()?;
+    Ok(texts.into_iter().filter(|text| is_kept(text)).collect())
 }
 
 impl Message<'_> {
@@ -267,11 +284,10 @@ fn tool_result(block: Block<'_>, chat: &mut Vec<Value>) -> Conversion<()> {
 
 fn tools(raw: &RawValue) -> Conversion<Vec<ChatTool>> {
     let tools: Vec<Tool<'_>> = serde_json::from_str(raw.get()).map_err(unknown)?;
-    // An empty list is no missing list for a template.
-    if tools.is_empty() {
-        return Err(OpaqueReason::UnknownItem);
-    }
     let convert = |tool: Tool<'_>| {
+        if tool.r#type.is_some_and(|kind| kind != "custom") {
+            return Err(OpaqueReason::UnknownItem);
+        }
         Ok(ChatTool::new(ChatFunction {
             name: tool.name,
             description: tool.description,

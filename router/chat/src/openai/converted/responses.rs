@@ -5,6 +5,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use super::members::Members;
 use super::{ChatFunction, ChatTool, Conversion, ConvertedChat, TextOr, unknown};
 use crate::openai::chat::ToolChoice;
 use crate::openai::fields::BodyFields;
@@ -66,56 +67,37 @@ pub(super) const FIELDS: &[&str] = &[
     "stop_token_ids",
     "ignore_eos",
     "ec_transfer_params",
+    "client_metadata",
+    "context_management",
+    "moderation",
 ];
 
 /// Fields that add what only the engine has.
 const HISTORY: [&str; 3] = ["previous_response_id", "previous_input_messages", "prompt"];
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Item<'a> {
-    r#type: Option<String>,
-    role: Option<String>,
-    #[serde(borrow)]
-    content: Option<&'a RawValue>,
-    status: Option<String>,
-    call_id: Option<String>,
-    name: Option<String>,
-    arguments: Option<String>,
-    output: Option<String>,
-    summary: Option<Vec<TextPart>>,
-    #[serde(rename = "id")]
-    _id: Option<String>,
-}
+/// Tools that the engine runs itself, or knows nothing of: it leaves them out of the prompt.
+const DROPPED_TOOLS: &[&str] = &[
+    "apply_patch",
+    "code_interpreter",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+];
 
-/// A part of a content.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TextPart {
-    r#type: String,
-    text: Option<String>,
-    #[serde(rename = "annotations")]
-    _annotations: Option<IgnoredAny>,
-    #[serde(rename = "logprobs")]
-    _logprobs: Option<IgnoredAny>,
-    /// Images and files have it.
-    #[serde(rename = "image_url")]
-    _image_url: Option<IgnoredAny>,
-    #[serde(rename = "file_id")]
-    _file_id: Option<IgnoredAny>,
-    #[serde(rename = "detail")]
-    _detail: Option<IgnoredAny>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Tool {
-    r#type: String,
-    name: String,
-    description: Option<String>,
-    parameters: Option<Box<RawValue>>,
-    strict: Option<bool>,
-}
+/// The parameters of a tool without a schema: one text.
+const CUSTOM_PARAMETERS: &str = concat!(
+    r#"{"type":"object","properties":{"input":{"type":"string","#,
+    r#""description":"The freeform text payload for this tool."}},"#,
+    r#""required":["input"],"additionalProperties":false}"#,
+);
 
 /// What the engine does with a prompt beyond the model's length: it truncates it unless this is left
 /// out or "disabled".
@@ -143,102 +125,136 @@ pub(super) fn convert(fields: &BodyFields<'_>) -> Conversion<ConvertedChat> {
             .messages
             .push(json!({ "role": "user", "content": text })),
         TextOr::List(list) => {
-            let items: Vec<Item<'_>> = serde_json::from_str(list.get()).map_err(unknown)?;
-            for item in items {
-                item.convert(&mut chat.messages)?;
+            for item in Members::list(list)? {
+                chat.is_continued = convert_item(item, &mut chat.messages)?;
             }
         }
     }
-    chat.tools = fields.raw("tools").map(tools).transpose()?;
+    chat.tools = fields.raw("tools").map(tools).transpose()?.flatten();
     chat.tool_choice = ToolChoice::of(fields);
     chat.reasoning_effort = effort(fields)?;
     Ok(chat)
 }
 
-impl Item<'_> {
-    fn convert(self, chat: &mut Vec<Value>) -> Conversion<()> {
-        // The engine may continue an incomplete item.
-        if self
-            .status
-            .as_deref()
-            .is_some_and(|status| status != "completed")
-        {
+/// Adds an item to the chat. True for a message that goes on if it is the last one.
+fn convert_item(mut item: Members<'_>, chat: &mut Vec<Value>) -> Conversion<bool> {
+    let (kind, role) = (item.text("type")?, item.text("role")?);
+    let goes_on = match item.text("status")?.as_deref() {
+        None | Some("completed") => false,
+        Some("in_progress" | "incomplete") => true,
+        Some(_) => return Err(OpaqueReason::UnknownItem),
+    };
+    item.text("id")?;
+    let is_message = match (kind.as_deref(), role.as_deref()) {
+        (Some("message") | None, Some("assistant")) => {
+            let text = assistant_text(&mut item, kind.is_some())?;
+            set_or_push(chat, "content", text.into());
+            true
+        }
+        (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
+            let content = item.raw("content").ok_or(OpaqueReason::UnknownItem)?;
+            let content = input_content(content)?;
+            chat.push(json!({ "role": role, "content": content }));
+            true
+        }
+        (Some("reasoning"), None) => {
+            let text = reasoning_text(&mut item)?;
+            set_or_push(chat, "reasoning", text.into());
+            true
+        }
+        (Some("function_call"), None) => {
+            let name = item.required_text("name")?;
+            let name = match item.text("namespace")?.filter(|name| !name.is_empty()) {
+                Some(namespace) => in_namespace(&namespace, &name),
+                None => name,
+            };
+            let arguments = item.required_text("arguments")?;
+            push_call(&item.required_text("call_id")?, &name, &arguments, chat);
+            false
+        }
+        (Some("custom_tool_call"), None) => {
+            let input = item.text("input")?.unwrap_or_default();
+            let arguments = json!({ "input": input }).to_string();
+            item.text("namespace")?;
+            let (id, name) = (item.required_text("call_id")?, item.required_text("name")?);
+            push_call(&id, &name, &arguments, chat);
+            false
+        }
+        (Some("function_call_output" | "custom_tool_call_output"), None) => {
+            let output = item.raw("output").ok_or(OpaqueReason::UnknownItem)?;
+            let (content, id) = (input_content(output)?, item.required_text("call_id")?);
+            chat.push(json!({ "role": "tool", "content": content, "tool_call_id": id }));
+            false
+        }
+        _ => return Err(OpaqueReason::UnknownItem),
+    };
+    item.end()?;
+    Ok(is_message && goes_on)
+}
+
+/// The engine takes the first part only.
+fn assistant_text(item: &mut Members<'_>, is_typed: bool) -> Conversion<String> {
+    if item
+        .text("phase")?
+        .is_some_and(|phase| !["commentary", "final_answer"].contains(&phase.as_str()))
+    {
+        return Err(OpaqueReason::UnknownItem);
+    }
+    let content = item.raw("content").ok_or(OpaqueReason::UnknownItem)?;
+    let list = match TextOr::read(content)? {
+        TextOr::Text(text) => return Ok(text),
+        TextOr::List(list) if is_typed => list,
+        TextOr::List(_) => return Err(OpaqueReason::UnknownItem),
+    };
+    let mut texts = Vec::new();
+    for mut part in Members::list(list)? {
+        if part.text("type")?.as_deref() != Some("output_text") {
             return Err(OpaqueReason::UnknownItem);
         }
-        match (self.r#type.as_deref(), self.role.as_deref()) {
-            (Some("message") | None, Some("assistant")) => {
-                let text = self.assistant_text()?;
-                set_or_push(chat, "content", text.into());
-            }
-            (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
-                let content = self.content.ok_or(OpaqueReason::UnknownItem)?;
-                let content = input_content(content)?;
-                chat.push(json!({ "role": role, "content": content }));
-            }
-            (Some("function_call"), None) => self.call(chat)?,
-            (Some("function_call_output"), None) => {
-                let (Some(output), Some(id)) = (self.output, self.call_id) else {
-                    return Err(OpaqueReason::UnknownItem);
-                };
-                chat.push(json!({ "role": "tool", "content": output, "tool_call_id": id }));
-            }
-            (Some("reasoning"), None) => {
-                let text = self.reasoning_text()?;
-                set_or_push(chat, "reasoning", text.into());
-            }
-            _ => return Err(OpaqueReason::UnknownItem),
-        }
-        Ok(())
+        texts.push(part.required_text("text")?);
+        part.ignore(&["annotations", "logprobs"]);
+        part.end()?;
     }
+    texts.into_iter().next().ok_or(OpaqueReason::UnknownItem)
+}
 
-    /// The engine takes the first part only.
-    fn assistant_text(&self) -> Conversion<String> {
-        let content = self.content.ok_or(OpaqueReason::UnknownItem)?;
-        match TextOr::read(content)? {
-            TextOr::Text(text) => Ok(text),
-            TextOr::List(list) if self.r#type.is_some() => {
-                let parts: Vec<TextPart> = serde_json::from_str(list.get()).map_err(unknown)?;
-                if parts.iter().any(|part| part.r#type != "output_text") {
-                    return Err(OpaqueReason::UnknownItem);
-                }
-                let text = parts.into_iter().next().and_then(|part| part.text);
-                text.ok_or(OpaqueReason::UnknownItem)
-            }
-            TextOr::List(_) => Err(OpaqueReason::UnknownItem),
-        }
+/// The first text of the content, else of the summary.
+fn reasoning_text(item: &mut Members<'_>) -> Conversion<String> {
+    if item
+        .text("encrypted_content")?
+        .is_some_and(|text| !text.is_empty())
+    {
+        return Err(OpaqueReason::UnknownItem);
     }
-
-    fn reasoning_text(self) -> Conversion<String> {
-        let content = self
-            .content
-            .map(|raw| serde_json::from_str::<Vec<TextPart>>(raw.get()));
-        let content = content.transpose().map_err(unknown)?.unwrap_or_default();
-        let first = content
-            .into_iter()
-            .chain(self.summary.unwrap_or_default())
-            .next();
-        match first {
-            Some(part) => part.text.ok_or(OpaqueReason::UnknownItem),
-            None => Ok(String::new()),
-        }
-    }
-
-    fn call(self, chat: &mut Vec<Value>) -> Conversion<()> {
-        let (Some(id), Some(name), Some(arguments)) = (self.call_id, self.name, self.arguments)
-        else {
-            return Err(OpaqueReason::UnknownItem);
+    let mut texts = Vec::new();
+    for name in ["content", "summary"] {
+        let Some(list) = item.raw(name) else {
+            continue;
         };
-        let function = json!({ "name": name, "arguments": arguments });
-        let call = json!({ "id": id, "function": function, "type": "function" });
-        match last_of_assistant(chat) {
-            Some(last) => match last.get_mut("tool_calls").and_then(Value::as_array_mut) {
-                Some(calls) => calls.push(call),
-                None => last["tool_calls"] = json!([call]),
-            },
-            None => chat.push(json!({ "role": "assistant", "tool_calls": [call] })),
+        for mut part in Members::list(list)? {
+            part.ignore(&["type"]);
+            texts.push(part.required_text("text")?);
+            part.end()?;
         }
-        Ok(())
     }
+    Ok(texts.into_iter().next().unwrap_or_default())
+}
+
+fn push_call(id: &str, name: &str, arguments: &str, chat: &mut Vec<Value>) {
+    let function = json!({ "name": name, "arguments": arguments });
+    let call = json!({ "id": id, "function": function, "type": "function" });
+    match last_of_assistant(chat) {
+        Some(last) => match last.get_mut("tool_calls").and_then(Value::as_array_mut) {
+            Some(calls) => calls.push(call),
+            None => last["tool_calls"] = json!([call]),
+        },
+        None => chat.push(json!({ "role": "assistant", "tool_calls": [call] })),
+    }
+}
+
+/// The name under which the engine shows a function of a namespace.
+fn in_namespace(namespace: &str, name: &str) -> String {
+    format!("{namespace}__{name}")
 }
 
 fn last_of_assistant(chat: &mut [Value]) -> Option<&mut Value> {
@@ -263,30 +279,81 @@ fn input_content(raw: &RawValue) -> Conversion<Value> {
         TextOr::Text(text) => return Ok(text.into()),
         TextOr::List(list) => list,
     };
-    let parts: Vec<TextPart> = serde_json::from_str(list.get()).map_err(unknown)?;
-    let part = |part: TextPart| match (part.r#type.as_str(), part.text) {
-        ("input_text", Some(text)) => Ok(json!({ "type": "input_text", "text": text })),
-        ("input_image", _) => Err(OpaqueReason::Images),
-        ("input_file" | "input_audio", _) => Err(OpaqueReason::OtherMedia),
+    let part = |mut part: Members<'_>| match part.text("type")?.as_deref() {
+        Some("input_text") => {
+            let text = part.required_text("text")?;
+            part.end()?;
+            Ok(json!({ "type": "input_text", "text": text }))
+        }
+        Some("input_image") => Err(OpaqueReason::Images),
+        Some("input_file" | "input_audio") => Err(OpaqueReason::OtherMedia),
         _ => Err(OpaqueReason::UnknownItem),
     };
-    parts.into_iter().map(part).collect()
+    Members::list(list)?.into_iter().map(part).collect()
 }
 
-/// Functions only: others are run by the engine, or renamed.
-fn tools(raw: &RawValue) -> Conversion<Vec<ChatTool>> {
-    let tools: Vec<Tool> = serde_json::from_str(raw.get()).map_err(unknown)?;
-    let convert = |tool: Tool| match tool.r#type.as_str() {
-        "function" => Ok(ChatTool::new(ChatFunction {
-            name: tool.name,
-            description: tool.description,
-            parameters: tool.parameters,
-            strict: tool.strict,
-            defer_loading: None,
-        })),
-        _ => Err(OpaqueReason::UnknownItem),
+/// The functions, also those of namespaces. A tool with a text for input becomes a function.
+/// An empty list counts as none; one that is empty without the dropped tools stays a list.
+fn tools(raw: &RawValue) -> Conversion<Option<Vec<ChatTool>>> {
+    let given = Members::list(raw)?;
+    if given.is_empty() {
+        return Ok(None);
+    }
+    let mut tools = Vec::new();
+    for mut tool in given {
+        match tool.text("type")?.as_deref() {
+            Some("function") => tools.push(function(tool, None)?),
+            Some("custom") => tools.push(custom(tool)?),
+            Some("namespace") => {
+                let namespace = tool.required_text("name")?;
+                for mut tool in Members::list(tool.raw("tools").ok_or(OpaqueReason::UnknownItem)?)?
+                {
+                    match tool.text("type")?.as_deref() {
+                        Some("function") => tools.push(function(tool, Some(&namespace))?),
+                        Some("custom") => {}
+                        _ => return Err(OpaqueReason::UnknownItem),
+                    }
+                }
+                tool.ignore(&["description"]);
+                tool.end()?;
+            }
+            Some(kind) if DROPPED_TOOLS.contains(&kind) => {}
+            _ => return Err(OpaqueReason::UnknownItem),
+        }
+    }
+    Ok(Some(tools))
+}
+
+fn function(mut tool: Members<'_>, namespace: Option<&str>) -> Conversion<ChatTool> {
+    let name = tool.required_text("name")?;
+    let function = ChatFunction {
+        name: namespace.map_or_else(|| name.clone(), |space| in_namespace(space, &name)),
+        description: tool.text("description")?,
+        parameters: tool.raw("parameters").map(ToOwned::to_owned),
+        strict: tool.flag("strict")?,
+        defer_loading: tool.flag("defer_loading")?,
     };
-    tools.into_iter().map(convert).collect()
+    tool.end()?;
+    Ok(ChatTool::new(function))
+}
+
+fn custom(mut tool: Members<'_>) -> Conversion<ChatTool> {
+    if let Some(format) = tool.raw("format") {
+        let mut format = Members::read(format)?;
+        if format.text("type")?.as_deref() != Some("text") {
+            return Err(OpaqueReason::UnknownItem);
+        }
+        format.end()?;
+    }
+    let function = ChatFunction {
+        name: tool.required_text("name")?,
+        description: tool.text("description")?,
+        parameters: Some(RawValue::from_string(CUSTOM_PARAMETERS.to_owned()).map_err(unknown)?),
+        strict: None,
+        defer_loading: None,
+    };
+    tool.end()?;
+    Ok(ChatTool::new(function))
 }
 
 fn effort(fields: &BodyFields<'_>) -> Conversion<Option<String>> {

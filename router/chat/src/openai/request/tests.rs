@@ -235,15 +235,34 @@ fn bodies_that_cannot_be_read_are_refused_on_every_route() {
                 format!("{{\"input\":\"x\",{XARGS},\"y\":NaN}}"),
                 "invalid_json",
             ),
-            (
-                format!("\u{feff}{{\"input\":\"x\",{XARGS}}}"),
-                "invalid_json",
-            ),
             (format!("[{{{XARGS}}}]"), "wrong_type"),
         ] {
             let error = parse(route, body.as_bytes()).unwrap_err();
             assert_eq!(error.code, Some(code), "{route:?}: {body}");
         }
+    }
+}
+
+#[test]
+fn a_byte_order_mark_is_skipped_and_kept() {
+    let body = |xargs: &str| {
+        format!("\u{feff}{{\"model\":\"m\",\"prompt\":\"x\",\"vllm_xargs\":{xargs}}}")
+    };
+    let sent = body(r#"{"kv_cache_report_mode":"full"}"#);
+    let request = completion(&sent);
+    assert_eq!(request.info.model.as_deref(), Some("m"));
+    assert_eq!(request.rewritten, Some(body("{}").into_bytes()));
+}
+
+/// Python reads it as infinite.
+#[test]
+fn a_number_beyond_a_float_makes_a_chat_opaque() {
+    for body in [
+        r#"{"messages":[{"role":"user","content":[{"type":"text","text":"a","n":1e400}]}]}"#,
+        r#"{"messages":[],"tools":[{"n":1e400}]}"#,
+        r#"{"messages":[],"chat_template_kwargs":{"n":-1e400}}"#,
+    ] {
+        assert_eq!(chat(body).info.opaque, Some(OpaqueReason::Number), "{body}");
     }
 }
 

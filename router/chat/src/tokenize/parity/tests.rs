@@ -86,6 +86,20 @@ fn trust_needs_one_equal_probe_and_none_against() {
     };
     assert!(continued(&equal).chat && continued(&ProbeVerdict::OnlyEngineRefuses).chat);
     assert!(!continued(&differ).chat && !of(&[(ProbeKind::ContinuedChat, &equal)]).chat);
+    let agents = |verdict: &ProbeVerdict| {
+        let trust = of(&[
+            (ProbeKind::Responses, &equal),
+            (ProbeKind::Messages, &equal),
+            (ProbeKind::AgentResponses, verdict),
+            (ProbeKind::AgentMessages, verdict),
+        ]);
+        (trust.responses, trust.messages)
+    };
+    let only_we = ProbeVerdict::OnlyWeRefuse("a reason".to_owned());
+    for void in [&equal, &ProbeVerdict::OnlyEngineRefuses, &only_we] {
+        assert_eq!(agents(void), (true, true), "{void}");
+    }
+    assert_eq!(agents(&differ), (false, false));
     let chat = of(&[
         (ProbeKind::Chat, &differ),
         (ProbeKind::ChatWithTools, &equal),
