@@ -12,6 +12,7 @@ use futures_util::stream::{self, Stream, StreamExt as _};
 use serde_json::{Value, json};
 
 use crate::error::Error;
+use crate::fault::FaultKind;
 use crate::rank::{Generation, Output};
 use crate::server::Server;
 
@@ -159,8 +160,8 @@ impl Answer {
         }
     }
 
-    pub(crate) fn stream(self, generations: Vec<Generation>) -> Response {
-        let events = self.events(generations);
+    pub(crate) fn stream(self, generations: Vec<Generation>, fault: FaultKind) -> Response {
+        let events = fault.disturb(self.events(generations));
         let kind = [(CONTENT_TYPE, "text/event-stream; charset=utf-8")];
         (kind, Body::from_stream(events)).into_response()
     }

@@ -12,6 +12,11 @@ use warmroute_sim::sim::{EngineConfig, GroupKind, TimingProfile};
 use crate::lmcache;
 
 /// A vLLM server without a model: its HTTP and ZMQ sides around an exact model of its block cache.
+///
+/// `POST /debug/fault` sets faults while it runs, as `{"hang": true}`, `{"slowdown": 20}`,
+/// `{"health": 503}`, and in the field `answer` `{"status": 500}`, `{"error_event": 3}` (a stream
+/// fails after so many events), `{"silence_ms": 60000}` (after a stream's first event) or `"none"`.
+/// With `marker` an `answer` is for requests that contain this text.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "warmroute-mock-engine", version)]
 pub struct Args {

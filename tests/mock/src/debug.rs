@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use warmroute_sim::sim::{HeldPrefix, Medium};
 
 use crate::error::Error;
+use crate::fault::FaultKind;
 use crate::generate::parse;
 use crate::rank::StrangeMessage;
 use crate::server::Server;
@@ -24,10 +25,16 @@ struct Fault {
     drop_batches: Option<u64>,
     /// Requests are accepted, but nothing is computed.
     hang: Option<bool>,
+    /// Factor of the time of every step.
+    slowdown: Option<u32>,
     /// Clears the cache. From then on clears are not published, or are again.
     mute_clears: Option<bool>,
     /// Publishes one message that no known vLLM sends.
     publish: Option<StrangeMessage>,
+    /// What generating routes do wrong, on the whole server.
+    answer: Option<FaultKind>,
+    /// `answer` is for requests whose body contains this text.
+    marker: Option<String>,
     /// Status of `/health`, for the whole server.
     health: Option<u16>,
     /// Whether `/metrics` is served, by the whole server.
@@ -68,6 +75,7 @@ pub(crate) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
     });
     Json(json!({
         "ranks": ranks.collect::<Vec<Value>>(),
+        "received": server.received.load(Ordering::Relaxed),
         "id_prompts": server.id_prompts.load(Ordering::Relaxed),
         "image_renders": server.image_renders.load(Ordering::Relaxed),
     }))
@@ -85,12 +93,17 @@ pub(crate) async fn fault(
     if let Some(metrics) = fault.metrics {
         server.has_metrics.store(metrics, Ordering::Relaxed);
     }
+    server.set_answer_fault(|answer| {
+        answer.kind = fault.answer.unwrap_or(answer.kind);
+        answer.marker = fault.marker.or_else(|| answer.marker.take());
+    });
     let named = |number| fault.rank.is_none_or(|rank| rank == number);
     for (number, rank) in server.ranks.iter().enumerate() {
         if named(number) {
             rank.set_faults(|faults| {
                 faults.drop_batches = fault.drop_batches.unwrap_or(faults.drop_batches);
                 faults.hang = fault.hang.unwrap_or(faults.hang);
+                faults.slowdown = fault.slowdown.unwrap_or(faults.slowdown);
                 faults.mute_clears = fault.mute_clears.unwrap_or(faults.mute_clears);
             });
             if let Some(message) = fault.publish {

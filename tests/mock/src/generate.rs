@@ -238,6 +238,12 @@ async fn generate(
     if body.n.is_some_and(|n| n != 1) {
         return Err(Error::bad_request("only n = 1 is supported"));
     }
+    server.received.fetch_add(1, Ordering::Relaxed);
+    let is_stream = body.stream.unwrap_or(false);
+    let fault = server.fault_of(value);
+    if let Some(refusal) = fault.refusal(is_stream) {
+        return Ok(refusal);
+    }
     let model = body.model.as_deref().unwrap_or(&server.model);
     let lora_name = server.adapter(model)?;
     let rank = choose_rank(server, headers)?;
@@ -276,8 +282,8 @@ async fn generate(
         stored: shape == Shape::Response && body.store.unwrap_or(true),
         server: Arc::clone(server),
     };
-    let mut response = if body.stream.unwrap_or(false) {
-        answer.stream(generations)
+    let mut response = if is_stream {
+        answer.stream(generations, fault)
     } else if shape == Shape::Response && body.background.unwrap_or(false) {
         Json(answer.in_background(generations)).into_response()
     } else {

@@ -14,6 +14,7 @@ mod answer;
 mod args;
 mod debug;
 mod error;
+mod fault;
 mod generate;
 mod history;
 mod images;
@@ -31,8 +32,8 @@ mod trtllm;
 mod wire;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64};
+use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, ensure};
 use axum::serve::ListenerExt as _;
@@ -121,7 +122,9 @@ impl Mock {
             started_unix: rank::unix_seconds() as u64,
             health: AtomicU16::new(200),
             has_metrics: AtomicBool::new(true),
+            answer_fault: Mutex::default(),
             requests: AtomicU64::new(0),
+            received: AtomicU64::new(0),
             id_prompts: AtomicU64::new(0),
             image_renders: AtomicU64::new(0),
             rate,

@@ -86,7 +86,7 @@ pub(crate) struct Published {
     pub(crate) stored: u64,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Faults {
     /// Number of further batches that are kept for replays but not sent.
     pub(crate) drop_batches: u64,
@@ -94,6 +94,19 @@ pub(crate) struct Faults {
     pub(crate) hang: bool,
     /// Clears its cache without publishing it.
     pub(crate) mute_clears: bool,
+    /// Factor of the time of every step.
+    pub(crate) slowdown: u32,
+}
+
+impl Default for Faults {
+    fn default() -> Self {
+        Self {
+            drop_batches: 0,
+            hang: false,
+            mute_clears: false,
+            slowdown: 1,
+        }
+    }
 }
 
 /// A message that no known vLLM sends.
@@ -304,7 +317,9 @@ impl Rank {
             return None;
         }
         state.in_flight = true;
-        Some(state.engine.step())
+        let mut outcome = state.engine.step();
+        outcome.duration *= state.faults.slowdown;
+        Some(outcome)
     }
 
     fn finish_step(&self, outcome: &StepOutcome) {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Query, Request, State};
@@ -19,6 +19,7 @@ use warmroute_chat::openai::PromptRoute;
 use crate::answer::Shape;
 use crate::args::{Args, EngineForm};
 use crate::error::Error;
+use crate::fault::{AnswerFault, FaultKind};
 use crate::generate::{
     chat_completions, completions, count_tokens, embeddings, messages, parse, render_chat,
     render_message, render_response, responses,
@@ -47,7 +48,11 @@ pub(crate) struct Server {
     pub(crate) health: AtomicU16,
     /// Whether `/metrics` is served.
     pub(crate) has_metrics: AtomicBool,
+    /// What generating routes do wrong.
+    pub(crate) answer_fault: Mutex<AnswerFault>,
     pub(crate) requests: AtomicU64,
+    /// Requests of generating routes, those that failed included.
+    pub(crate) received: AtomicU64,
     /// Text completions whose prompt came as token ids.
     pub(crate) id_prompts: AtomicU64,
     /// Renderings of prompts with images.
@@ -96,6 +101,20 @@ impl Server {
         } else {
             Err(Error::unknown_model(model))
         }
+    }
+
+    /// The fault of a request with this body.
+    pub(crate) fn fault_of(&self, body: &Value) -> FaultKind {
+        self.lock_fault().of(body)
+    }
+
+    pub(crate) fn set_answer_fault(&self, change: impl FnOnce(&mut AnswerFault)) {
+        change(&mut self.lock_fault());
+    }
+
+    fn lock_fault(&self) -> MutexGuard<'_, AnswerFault> {
+        let fault = self.answer_fault.lock();
+        fault.unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn next_request_id(&self, shape: Shape) -> String {

@@ -672,3 +672,88 @@ async fn bad_requests_get_errors_in_openai_form() {
         .await;
     assert_eq!(response.status(), StatusCode::BAD_REQUEST);
 }
+
+fn data(stream: &str) -> Vec<&str> {
+    let events = stream.split_terminator("\n\n");
+    events
+        .filter_map(|event| event.strip_prefix("data: "))
+        .collect()
+}
+
+#[tokio::test]
+async fn requests_fail_on_demand_all_or_those_with_a_marker() {
+    let engine = Engine::start(&[]);
+    let plain = json!({"prompt": "abc", "max_tokens": 8});
+    for status in [500, 503, 429, 401, 404] {
+        let fault = json!({"answer": {"status": status}});
+        engine.post("/debug/fault", fault).await;
+        let refused = engine.post("/v1/completions", plain.clone()).await;
+        assert_eq!(refused.status().as_u16(), status);
+        let retry_after = refused.headers().contains_key("retry-after");
+        assert_eq!(retry_after, matches!(status, 429 | 503));
+        let error: Value = refused.json().await.unwrap();
+        assert_eq!(error["error"]["code"], status);
+    }
+    let counters = engine.get("/debug/counters").await;
+    assert_eq!(counters["ranks"][0]["started"], 0, "nothing is computed");
+    assert_eq!(counters["received"], 5);
+    let fault = json!({"answer": {"status": 500}, "marker": "poison"});
+    engine.post("/debug/fault", fault).await;
+    engine.complete(plain.clone()).await;
+    let poison = json!({"prompt": "a poison pill", "max_tokens": 1});
+    let refused = engine.post("/v1/completions", poison.clone()).await;
+    assert_eq!(refused.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    engine.post("/debug/fault", json!({"answer": "none"})).await;
+    engine.complete(poison).await;
+}
+
+#[tokio::test]
+async fn a_stream_fails_with_an_event_at_its_beginning_or_in_its_middle() {
+    let engine = Engine::start(&[]);
+    let stream = json!({"prompt": "abc", "max_tokens": 8, "stream": true});
+    for events in [0, 3] {
+        let fault = json!({"answer": {"error_event": events}});
+        engine.post("/debug/fault", fault).await;
+        let answer = engine.post("/v1/completions", stream.clone()).await;
+        assert_eq!(answer.status(), StatusCode::OK);
+        let text = answer.text().await.unwrap();
+        let data = data(&text);
+        assert_eq!(data.len(), events + 2, "{text}");
+        let last: Value = serde_json::from_str(data[events]).unwrap();
+        assert_eq!(last["error"]["code"], 500);
+        assert_eq!(data[events + 1], "[DONE]");
+        let plain = json!({"prompt": "abc", "max_tokens": 8});
+        let refused = engine.post("/v1/completions", plain).await;
+        assert_eq!(refused.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    }
+    engine.wait_for("active", 0).await;
+}
+
+/// The engine generates during the silence, and others are served.
+#[tokio::test]
+async fn a_stream_is_silent_on_demand_while_others_are_served() {
+    let engine = Engine::start(&[]);
+    let fault = json!({"answer": {"silence_ms": 3_600_000}, "marker": "think"});
+    engine.post("/debug/fault", fault).await;
+    let thinking = json!({"prompt": "think", "max_tokens": 8, "stream": true});
+    let mut silent = engine.post("/v1/completions", thinking).await;
+    assert!(silent.chunk().await.unwrap().is_some());
+    engine.wait_for("finished", 1).await;
+    engine
+        .complete(json!({"prompt": "abc", "max_tokens": 8}))
+        .await;
+    engine.wait_for("finished", 2).await;
+    engine.post("/debug/fault", json!({"answer": "none"})).await;
+}
+
+#[tokio::test]
+async fn a_slowed_engine_answers_all_the_same() {
+    let engine = Engine::start(&["--itl-ms=1"]);
+    engine.post("/debug/fault", json!({"slowdown": 20})).await;
+    let begun = tokio::time::Instant::now();
+    engine
+        .complete(json!({"prompt": "abc", "max_tokens": 8}))
+        .await;
+    let took = begun.elapsed();
+    assert!(took >= Duration::from_millis(7 * 20), "{took:?}");
+}
