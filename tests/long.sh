@@ -22,5 +22,8 @@ IDLE_CONNECTIONS=max cargo test --locked -p warmroute-tests --test e2e -- --noca
 step "ten minutes at 200 requests a second"
 STEADY_SECS=600 cargo test --locked -p warmroute-tests --test e2e -- --nocapture steady
 
+step "an engine that swallows requests, before each router"
+tests/fault-table.sh
+
 step "parts of two versions on one plane"
 tests/mixed-versions.sh "${1:-6969b18}"

@@ -36,6 +36,7 @@ mod abuse;
 mod access_log;
 mod adapters;
 mod bench_plane;
+mod broken_worker;
 mod browser;
 mod churn;
 mod conformance;
