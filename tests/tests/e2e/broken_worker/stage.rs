@@ -159,3 +159,9 @@ async fn received(fleet: &Fleet) -> Vec<u64> {
     }
     all
 }
+
+/// Requests that one engine finished.
+pub(super) async fn finished(fleet: &Fleet, engine: usize) -> u64 {
+    let counters = fleet.get(fleet.engine(engine, "/debug/counters")).await;
+    counters["ranks"][0]["finished"].as_u64().expect("a count")
+}
