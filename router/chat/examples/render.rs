@@ -62,7 +62,9 @@ fn main() {
             other => panic!("unknown route: {other}"),
         };
         let template = job.template.clone();
-        let tokenizer = tokenizers.entry(template).or_insert_with_key(|t| load(&model, t));
+        let tokenizer = tokenizers
+            .entry(template)
+            .or_insert_with_key(|t| load(&model, t));
         let ids = tokenizer.as_ref().map_err(Clone::clone);
         let answer = match ids.and_then(|loaded| token_ids(loaded, route, job.body.as_bytes())) {
             Ok(ids) => json!({ "token_ids": ids }),

@@ -13,6 +13,7 @@ use crate::convert::{Configurations, ConversionError, ForeignForm};
 use crate::tokenize::TemplateRules;
 
 mod legacy;
+mod renderer;
 
 /// A file is unreadable or malformed.
 #[derive(Debug, thiserror::Error)]
@@ -65,12 +66,16 @@ pub(crate) enum TemplateSources {
     None,
     Single(String),
     Named(BTreeMap<String, String>),
+    /// The engine's own code of this name.
+    OwnRenderer(&'static str),
 }
 
 impl ModelSource {
     pub fn read(&self) -> Result<ModelFiles, ModelFileError> {
         let mut files = read(&self.path)?;
-        if let Some(path) = &self.chat_template {
+        // An engine that is told to use a template does so, but for one renderer.
+        let is_harmony = files.templates == TemplateSources::OwnRenderer(renderer::HARMONY);
+        if let Some(path) = self.chat_template.as_ref().filter(|_| !is_harmony) {
             let template = fs::read_to_string(path).map_err(unreadable(path))?;
             files.templates = TemplateSources::Single(template);
         }
@@ -101,7 +106,7 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
     }
     let mut configurations = Configurations {
         tokenizer: json_object(&path.join("tokenizer_config.json"))?.unwrap_or_default(),
-        ..Configurations::default()
+        model: json_object(&path.join("config.json"))?.unwrap_or_default(),
     };
     let config = &mut configurations.tokenizer;
     // A legacy file, read only where the configuration does not list its tokens by id.
@@ -112,7 +117,6 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
     let file = path.join("tokenizer.json");
     let tokenizer = match foreign_file(path).filter(|_| !file.exists()) {
         None => {
-            configurations.model = json_object(&path.join("config.json"))?.unwrap_or_default();
             let added = json_object(&path.join("added_tokens.json"))?;
             let tokenizer = fs::read(&file).map_err(unreadable(&file))?;
             legacy::add_tokens(added, &tokenizer, &mut configurations.tokenizer);
@@ -120,7 +124,6 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
         }
         Some((path, None)) => return Err(ModelFileError::OtherForm { path }),
         Some((file, Some(form))) => {
-            configurations.model = json_object(&path.join("config.json"))?.unwrap_or_default();
             if !form.has_templates() {
                 templates = TemplateSources::None;
             }
@@ -138,6 +141,9 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
             converted.map_err(|source| ModelFileError::Conversion { path: file, source })?
         }
     };
+    if let Some(name) = renderer::of_model(&configurations.model, &file_names(path)) {
+        templates = TemplateSources::OwnRenderer(name);
+    }
     Ok(ModelFiles {
         tokenizer,
         rules_of: legacy::rules_of(&configurations),
@@ -150,19 +156,23 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
 /// The file that the engine reads where there is no `tokenizer.json`, and its form if the router
 /// knows that.
 fn foreign_file(directory: &Path) -> Option<(PathBuf, Option<ForeignForm>)> {
-    let entries = fs::read_dir(directory).ok()?;
-    let candidate = |path: PathBuf| {
-        let name = path.file_name()?.to_str()?;
-        let form = ForeignForm::of_name(name);
+    let candidate = |name: String| {
+        let form = ForeignForm::of_name(&name);
         let is_other = name == "vocab.json" || name.ends_with(".model");
-        (form.is_some() || is_other).then_some((path, form))
+        (form.is_some() || is_other).then(|| (directory.join(name), form))
     };
-    let entries = entries.filter_map(|entry| candidate(entry.ok()?.path()));
+    let entries = file_names(directory).into_iter().filter_map(candidate);
     // The forms are in the order in which engines look for them.
     entries.min_by(|(path, form), (other_path, other_form)| {
         let key = (form.is_none(), *form, path);
         key.cmp(&(other_form.is_none(), *other_form, other_path))
     })
+}
+
+fn file_names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten();
+    let name = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
+    entries.filter_map(name).collect()
 }
 
 fn bounded(path: &Path, max: u64) -> Result<Vec<u8>, ModelFileError> {

@@ -643,6 +643,11 @@ fn token_source(
             }
         },
         openai::PromptSource::Chat(parts) => {
+            let known = inputs.tokenizers.of(&model.base);
+            let templates = known.map(|known| known.tokenizer.templates());
+            if let Some(Err(RenderError::OwnRenderer(_))) = templates {
+                return Err("own_renderer");
+            }
             let loaded = Arc::clone(tokenizer()?);
             let size = PromptSize {
                 bytes: parts.bytes(),

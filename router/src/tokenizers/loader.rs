@@ -396,8 +396,8 @@ fn read(
             "the own encoder does not know this kind of tokenizer: the slower reference is used"
         ),
     }
-    if !tokenizer.has_chat_template() {
-        tracing::warn!(%path, "no chat template: chats are routed by load only");
+    if let Err(reason) = tokenizer.templates() {
+        tracing::warn!(%path, %reason, "chats are routed by load only");
     }
     Ok(SourceRead::Loaded(Box::new(LoadedTokenizer {
         tokenizer,

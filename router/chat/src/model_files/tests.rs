@@ -233,6 +233,68 @@ fn a_digest_covers_templates_and_rules() {
     assert!(source.read().is_err());
 }
 
+/// As vLLM 0.32 decides it.
+#[test]
+fn a_model_with_a_renderer_of_its_own_has_no_template() {
+    let architecture = |name: &str| format!(r#"{{"architectures":["Other","{name}"]}}"#);
+    let renderer = |config: &str, files: &[&str]| {
+        let mut all: Vec<(&str, &str)> = files.iter().map(|name| (*name, "{}")).collect();
+        all.extend([("config.json", config), CONFIG]);
+        match Scratch::new(&all).read().templates {
+            TemplateSources::OwnRenderer(name) => name,
+            templates => {
+                assert_eq!(templates, TemplateSources::Single("configured".into()));
+                "template"
+            }
+        }
+    };
+    for (name, expected) in [
+        ("DeepseekV32ForCausalLM", "deepseek_v32"),
+        ("DeepseekV4ForCausalLM", "deepseek_v4"),
+        ("DeepseekV41ForCausalLM", "deepseek_v41"),
+        ("KimiK3ForConditionalGeneration", "kimi_k3"),
+        ("InklingForConditionalGeneration", "inkling"),
+        ("DeepseekV3ForCausalLM", "template"),
+        ("MistralForCausalLM", "template"),
+    ] {
+        assert_eq!(renderer(&architecture(name), &[]), expected, "{name}");
+    }
+    assert_eq!(renderer(r#"{"model_type":"gpt_oss"}"#, &[]), "harmony");
+    for (files, expected) in [
+        (&["tekken.json", "params.json"][..], "mistral"),
+        (
+            &["tokenizer.model.v3", "consolidated-1.safetensors"],
+            "mistral",
+        ),
+        (&["tekken.json", "model.safetensors"], "template"),
+        (&["tokenizer.model", "params.json"], "template"),
+        (&["consolidated.safetensors", "params.json"], "template"),
+    ] {
+        assert_eq!(renderer("{}", files), expected, "{files:?}");
+    }
+}
+
+#[test]
+fn a_template_of_the_settings_replaces_a_renderer_that_can_be_switched_off() {
+    let templates = |config: &str| {
+        let scratch = Scratch::new(&[("own.jinja", "own"), ("config.json", config)]);
+        let source = ModelSource {
+            path: scratch.0.path().to_owned(),
+            chat_template: Some(scratch.0.path().join("own.jinja")),
+            ..ModelSource::default()
+        };
+        source.read().unwrap().templates
+    };
+    assert_eq!(
+        templates(r#"{"architectures":["DeepseekV32ForCausalLM"]}"#),
+        TemplateSources::Single("own".into())
+    );
+    assert_eq!(
+        templates(r#"{"model_type":"gpt_oss"}"#),
+        TemplateSources::OwnRenderer("harmony")
+    );
+}
+
 const CONFIG: (&str, &str) = ("tokenizer_config.json", r#"{"chat_template":"configured"}"#);
 const JINJA: (&str, &str) = ("chat_template.jinja", "file");
 const EXTRA: (&str, &str) = ("additional_chat_templates/tool_use.jinja", "tools");

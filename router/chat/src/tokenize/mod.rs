@@ -110,7 +110,8 @@ pub struct Tokenizer {
     compared_equal: AtomicU64,
     compared_different: AtomicU64,
     cache: SegmentCache,
-    templates: Option<ChatTemplates>,
+    /// The error says why there are none.
+    templates: Result<ChatTemplates, RenderError>,
     /// The class or type by which transformers may have other rules.
     rules_of: Option<String>,
 }
@@ -140,9 +141,10 @@ impl Tokenizer {
     pub fn of_files(files: ModelFiles) -> Result<Self, TokenizerLoadError> {
         let tokens = special::named(&files.config);
         let templates = match files.templates {
-            TemplateSources::None => None,
-            TemplateSources::Single(source) => Some(ChatTemplates::single(source, tokens)?),
-            TemplateSources::Named(sources) => Some(ChatTemplates::named(sources, tokens)?),
+            TemplateSources::None => Err(RenderError::NoTemplate),
+            TemplateSources::OwnRenderer(name) => Err(RenderError::OwnRenderer(name)),
+            TemplateSources::Single(source) => Ok(ChatTemplates::single(source, tokens)?),
+            TemplateSources::Named(sources) => Ok(ChatTemplates::named(sources, tokens)?),
         };
         let failed = |error: tokenizers::Error| TokenizerLoadError::Tokenizer(error.to_string());
         let mut reference = tokenizers::Tokenizer::from_bytes(&files.tokenizer).map_err(failed)?;
@@ -180,7 +182,7 @@ impl Tokenizer {
             compared_equal: AtomicU64::new(0),
             compared_different: AtomicU64::new(0),
             cache: SegmentCache::new(),
-            templates: None,
+            templates: Err(RenderError::NoTemplate),
             rules_of: None,
         })
     }
@@ -189,7 +191,7 @@ impl Tokenizer {
     #[must_use]
     pub fn with_templates(self, templates: ChatTemplates) -> Self {
         Self {
-            templates: Some(templates),
+            templates: Ok(templates),
             ..self
         }
     }
@@ -200,10 +202,6 @@ impl Tokenizer {
         Some(format!(
             "transformers may build the rules of {name} itself, whatever tokenizer.json says"
         ))
-    }
-
-    pub fn has_chat_template(&self) -> bool {
-        self.templates.is_some()
     }
 
     pub fn encoder(&self) -> EncoderKind {
@@ -244,7 +242,7 @@ impl Tokenizer {
 
     /// The model's templates.
     pub fn templates(&self) -> Result<&ChatTemplates, RenderError> {
-        self.templates.as_ref().ok_or(RenderError::NoTemplate)
+        self.templates.as_ref().map_err(Clone::clone)
     }
 
     /// The text that the model's template renders for a chat. `now` is for templates with a date.

@@ -40,6 +40,8 @@ const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 pub enum RenderError {
     #[error("the model has no chat template")]
     NoTemplate,
+    #[error("the engine renders this model's chats by code of its own ({0}), not by a template")]
+    OwnRenderer(&'static str),
     /// The engine refuses templates from clients unless it is configured to accept them.
     #[error("the request brings its own chat template")]
     RequestTemplate,

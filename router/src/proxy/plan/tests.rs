@@ -316,6 +316,30 @@ fn prompts_that_cannot_be_hashed_are_routed_by_load_with_a_reason() {
     }
 }
 
+#[test]
+fn chats_that_the_engine_renders_without_a_template_are_not_hashed() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let model = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(fixture.join(name), model.path().join(name)).unwrap();
+    }
+    std::fs::write(
+        model.path().join("config.json"),
+        r#"{"model_type":"gpt_oss"}"#,
+    )
+    .unwrap();
+    let inputs = PlanInputs {
+        tokenizers: table(model.path()),
+        ..inputs()
+    };
+    let body = chat("x");
+    let planned = plan(PromptRoute::ChatCompletions, body.as_bytes(), &inputs).unwrap();
+    assert_eq!(planned.unhashed, Some("own_renderer"));
+    let body = json!({"model": "m", "prompt": "text"}).to_string();
+    let planned = plan(PromptRoute::Completions, body.as_bytes(), &inputs).unwrap();
+    assert_eq!(planned.unhashed, None);
+}
+
 /// No tokens, no hashes, and so no index query.
 #[test]
 fn policies_that_use_no_caches_do_not_tokenize() {
