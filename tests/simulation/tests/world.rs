@@ -92,9 +92,7 @@ fn further_storms_are_weathered_without_a_log() {
 }
 
 fn storms_are_weathered_without_a_log(seeds: Range<u64>) {
-    let plans: Vec<Plan> = seeds
-        .map(|seed| without_a_log(Plan::of(seed)))
-        .collect();
+    let plans: Vec<Plan> = seeds.map(|seed| without_a_log(Plan::of(seed))).collect();
     if let Some((at, outcome)) = first_broken(&plans) {
         let seed = plans[at].seed;
         panic!("--plane core, seed {seed}: {}", outcome.broken.unwrap());

@@ -70,9 +70,7 @@ impl TierLimit {
             | Self::UnnamedLora
             | Self::Unpaired
             | Self::History
-            | Self::Silent => {
-                TierState::Partial
-            }
+            | Self::Silent => TierState::Partial,
         }
     }
 

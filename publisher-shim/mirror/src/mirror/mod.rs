@@ -480,10 +480,20 @@ impl Mirror {
         if self.has_windows_only(tier) {
             return self.store_by_chain(stored, block_tokens, start, at);
         }
+        self.store_run(stored, block_tokens, start, at)
+    }
+
+    /// Stores blocks one behind the other, from a position on.
+    fn store_run(
+        &mut self,
+        stored: &StoredBlocks,
+        block_tokens: usize,
+        mut position: RunPosition,
+        at: GroupTier,
+    ) -> Result<(), Inconsistency> {
         let mut keys = stored.keys.iter().peekable();
         let tokens = stored.tokens.chunks_exact(block_tokens);
         let mut blocks = stored.hashes.iter().zip(tokens).enumerate().peekable();
-        let mut position = start;
         let mut run = Vec::with_capacity(stored.hashes.len().min(READ_AHEAD_MAX));
         while blocks.peek().is_some() {
             let mut before = position.seed();

@@ -67,7 +67,7 @@ impl<'a> StoreBlock<'a> {
 
     pub(super) fn content(&self) -> BlockContent {
         BlockContent {
-            tokens: [self.tokens, self.lookahead].concat().into(),
+            tokens: [self.tokens, self.lookahead].concat(),
             items: self.keys.map_or(&[][..], |keys| &keys.items).into(),
             opaque: opaques(self.keys, self.is_pairs).collect(),
         }

@@ -160,7 +160,9 @@ impl Core {
                 };
                 self.evidence.report(&report, now)
             }
-            tier => self.evidence.tier_report(suspect.at, tier, outcome, now),
+            tier @ (Tier::Cpu | Tier::Disk) => {
+                self.evidence.tier_report(suspect.at, tier, outcome, now)
+            }
         };
         self.note_doubt(change);
     }

@@ -93,7 +93,11 @@ fn a_difference_of_a_text_names_the_likely_reason() {
         ours: Some(1),
         theirs: None,
     };
-    let checks = token_checks(&[("text", ProbeKind::Completion, differ)], &[], Some("a reason"));
+    let checks = token_checks(
+        &[("text", ProbeKind::Completion, differ)],
+        &[],
+        Some("a reason"),
+    );
     let why = "text: token 1 differs: router Some(1), engine None; a reason";
     assert_eq!(checks.text, CheckResult::failed(why));
 }

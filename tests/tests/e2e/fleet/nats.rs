@@ -40,7 +40,9 @@ const FLEET_BYTES: u64 = 2 << 30;
 /// Fleets that run concurrently.
 static FLEETS: LazyLock<Semaphore> = LazyLock::new(|| {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let free = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let free = info
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = free.and_then(|free| free.trim().trim_end_matches(" kB").parse::<u64>().ok());
     let fleets = kib.map_or(2, |kib| (kib << 10) / FLEET_BYTES);
     Semaphore::new(usize::try_from(fleets).unwrap_or(2).clamp(2, 6))
