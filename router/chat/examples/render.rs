@@ -1,8 +1,8 @@
 //! Renders request bodies as the router does: one JSON object a line in, one out.
 //!
-//! `render MODEL_DIRECTORY` reads `{"template": FILE, "route": ROUTE, "body": TEXT}`, where `ROUTE` is
-//! `chat`, `responses` or `messages`, and writes `{"token_ids": […]}`, or `{"refused": REASON}` where
-//! the router has no token ids. `tests/real-vllm.sh --templates` compares them with vLLM's.
+//! `render MODEL_DIRECTORY` reads `{"template": FILE, "route": ROUTE, "body": TEXT}`, where `ROUTE`
+//! is `chat`, `responses` or `messages`, and writes `{"token_ids": […]}`, or `{"refused": REASON}`
+//! where the router has no token ids. `tests/real-vllm.sh --templates` compares them with vLLM's.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-/// gpt-oss: no flag of the engine makes it use a template, and its `/tokenize` uses one all the same.
+/// gpt-oss: no flag of the engine makes its chats use a template, although `/tokenize` uses one.
 pub(super) const HARMONY: &str = "harmony";
 
 /// Its tokenizer mode by a model's `architectures`.
