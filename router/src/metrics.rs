@@ -452,6 +452,19 @@ mod tests {
     use super::*;
     use crate::route::{CoreCounts, SourceLoad};
 
+    fn status() -> WorkerStatus {
+        WorkerStatus {
+            worker: "w1".into(),
+            healthy: true,
+            registered: true,
+            draining: true,
+            checks: vec![("chat", false)],
+            failed_checks: vec!["chat"],
+            passed_over: vec!["stalled"],
+            ttft_ratios: vec![(1, 2.5)],
+        }
+    }
+
     #[test]
     fn a_workers_series_end_with_the_worker() {
         let metrics = Metrics::new().unwrap();
@@ -461,16 +474,6 @@ mod tests {
             active_requests: 2,
             prefill_tokens: 3,
             decode_blocks: 4,
-        };
-        let status = WorkerStatus {
-            worker: "w1".into(),
-            healthy: true,
-            registered: true,
-            draining: true,
-            checks: vec![("chat", false)],
-            failed_checks: vec!["chat"],
-            passed_over: vec!["stalled"],
-            ttft_ratios: vec![(1, 2.5)],
         };
         let demoted = DemotedSource {
             source: Source {
@@ -490,22 +493,25 @@ mod tests {
         let counted = &series.of("m").workers[&worker];
         counted.requests.count(CodeLabel::of(200), RequestEnd::Ok);
         counted.ttft.observe(Duration::from_millis(10));
-        let render = |loads: &[_], workers: &[_], demoted: &[_], series: &SeriesTable| {
-            let scraped = Scraped {
-                loads,
-                workers,
-                series,
-                core: &CoreCounts::default(),
-                demoted,
-                sync: None,
-                queues: &[],
-                tokenizers: &TokenizerTable::default(),
-                retries_left: 0,
-                leaving: false,
-            };
-            metrics.render(&scraped).unwrap()
+        let nothing = Scraped {
+            loads: &[],
+            workers: &[],
+            series: &series,
+            core: &CoreCounts::default(),
+            demoted: &[],
+            sync: None,
+            queues: &[],
+            tokenizers: &TokenizerTable::default(),
+            retries_left: 0,
+            leaving: false,
         };
-        let text = render(&[load], &[status], &[demoted], &series);
+        let shown = Scraped {
+            loads: &[load],
+            workers: &[status()],
+            demoted: &[demoted],
+            ..nothing
+        };
+        let text = metrics.render(&shown).unwrap();
         for line in [
             "worker_healthy{worker=\"w1\"} 1",
             "worker_check_failed{check=\"chat\",worker=\"w1\"} 1",
@@ -524,8 +530,8 @@ mod tests {
                 "{text}"
             );
         }
-        let left = series.followed_by([].into_iter());
-        let text = render(&[], &[], &[], &left);
+        let series = &series.followed_by([].into_iter());
+        let text = metrics.render(&Scraped { series, ..nothing }).unwrap();
         assert!(!text.contains("w1"), "{text}");
     }
 }

@@ -306,19 +306,16 @@ impl Services {
         let (ready, journal) = <(Arc<Ready>, Arc<Journal>)>::default();
         let unreadable = self.metrics.bad_entries();
 
-        let (replication, replicas) = Replication::new(
-            router,
-            Arc::clone(&core),
-            Arc::clone(&plane),
-            subjects.clone(),
-        );
+        let (own_core, own_plane) = (Arc::clone(&core), Arc::clone(&plane));
+        let (replication, replicas) =
+            Replication::new(router, own_core, own_plane, subjects.clone());
         let latch = Arc::clone(&ready);
-        let replication = replication.run(move || latch.load_known(), stop.clone());
-        tasks.spawn("replication", replication);
+        let run = replication.run(move || latch.load_known(), stop.clone());
+        tasks.spawn("replication", run);
 
         let index = IndexClient::new(Arc::clone(&plane), subjects.clone());
-        let indexers = index.clone();
-        let indexers = indexers.follow_replicas(unreadable.clone(), stop.clone());
+        let follower = index.clone();
+        let indexers = follower.follow_replicas(unreadable.clone(), stop.clone());
         tasks.spawn("indexers", indexers);
         tasks.spawn("rosters", index.clone().follow_rosters(stop.clone()));
 

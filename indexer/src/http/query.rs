@@ -112,7 +112,9 @@ impl Scope {
         if let Some(tokens) = self.block_size {
             let size = BlockSize::new(tokens);
             let size = size.ok_or_else(|| HttpError::bad("block_size is 0"))?;
-            return Ok(cuts.find(|cut| cut.size == size).unwrap_or(size.into()));
+            return Ok(cuts
+                .find(|cut| cut.size == size)
+                .unwrap_or_else(|| size.into()));
         }
         let first = cuts
             .next()

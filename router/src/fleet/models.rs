@@ -177,7 +177,7 @@ fn cuts(workers: &[&FleetWorker], given: Option<BlockSize>) -> Vec<BlockCut> {
         let mut of_size = reported.iter().copied().filter(|cut| cut.size == size);
         let mut workers = workers.iter();
         let is_unknown = workers.any(|worker| worker.entry.block_size.is_none());
-        of_size.next().or(is_unknown.then(|| size.into()))
+        of_size.next().or_else(|| is_unknown.then(|| size.into()))
     };
     let first = given.and_then(of_given);
     let others = reported.iter().copied().filter(|cut| Some(*cut) != first);

@@ -31,6 +31,7 @@ const MODEL_SECONDS: [(&str, &str, OfModel); 2] = [
 ];
 
 /// The state that a scrape shows.
+#[derive(Clone, Copy)]
 pub(crate) struct Scraped<'a> {
     pub loads: &'a [SourceLoad],
     pub workers: &'a [WorkerStatus],

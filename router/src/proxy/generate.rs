@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use axum::extract::Request;
 use axum::http::HeaderMap;
@@ -74,6 +75,14 @@ pub(super) async fn generate(
     }
 }
 
+/// An answer that goes on with another one is asked of the worker that has it.
+const fn rule_of(owner: Option<&WorkerId>) -> AnswerRule {
+    match owner {
+        None => AnswerRule::Generated,
+        Some(_) => AnswerRule::Other,
+    }
+}
+
 async fn serve(
     app: &Arc<App>,
     call: &mut Call,
@@ -112,41 +121,35 @@ async fn serve(
     }
     let owner = app.previous_worker(call, &parts.headers, previous).await?;
     let session = headers::session(&parts.headers).or_else(|| prompt.session());
+    let prompt = Arc::new(prompt.with_session(session));
     let request = ForwardedRequest {
         method: parts.method,
         path: headers::path(&parts.uri),
         headers: call.to_engine(parts.headers),
         body: body.charged(),
     };
-    let excluded = app.excluded(owner.as_ref(), &request.headers, &model);
     let mut routing = Routing {
+        excluded: app.excluded(owner.as_ref(), &request.headers, &model),
         model,
-        prompt: Arc::new(prompt.with_session(session)),
+        prompt,
         index,
         streaming,
         holds_head: resume.is_some(),
         head_max: None,
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
-        // An answer that goes on with another one is asked of the worker that has it.
-        rule: match owner {
-            None => AnswerRule::Generated,
-            Some(_) => AnswerRule::Other,
-        },
+        rule: rule_of(owner.as_ref()),
         case: RequestCase::default(),
         cancel: Some(CancelPhase::BeforeHead),
-        excluded,
         hints,
     };
-    let decision_time = complete.elapsed();
-    app.metrics.decided(decision_time);
-    call.report.decided(decision_time);
+    app.decided(call, complete.elapsed());
     call.report.record = app.sinks.recorder.open(&routing.prompt);
     let mut answer = app.forward(call, &request, &mut routing, &mut wait).await?;
-    let request_id = call.request_id().to_str().unwrap_or("-");
+    let id = call.request_id().to_str().unwrap_or("-");
     let moved_from = answer.placement.moved_from.take();
     let decision = &mut answer.placement.decision;
-    let entry = (app.journal).record(request_id, &routing.model, decision, moved_from);
+    let entry = app.journal.record(id, &routing.model, decision, moved_from);
     let on_beginning = (route == openai::PromptRoute::Responses)
         .then(|| app.learn_answer(call, &decision.source.worker));
     let resumable = |terms| Box::new(ResumableAnswer::new(app, terms, request.headers, hints));
@@ -199,6 +202,12 @@ async fn planned(
 }
 
 impl App {
+    /// Counts the time that a decision took.
+    fn decided(&self, call: &mut Call, after: Duration) {
+        self.metrics.decided(after);
+        call.report.decided(after);
+    }
+
     /// Keeps which worker has an answer to `/v1/responses`.
     fn learn_answer(&self, call: &Call, worker: &WorkerId) -> OnBeginning {
         let stored = self.stored.clone();

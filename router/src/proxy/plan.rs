@@ -318,15 +318,11 @@ pub(super) fn begin(
     let resume = inputs.resume.terms(&parsed, body, model.max_model_len);
     let asked = resume.as_ref().map(|_| openai::with_token_ids(body));
     let all_have_ids = trust.is_some_and(|trust| trust.all_passed);
-    let slot = match inputs.completion_prompts {
-        CompletionPrompts::TokenIds if all_have_ids => {
-            PromptSlot::of(&parsed, body, model.max_model_len)
-        }
-        CompletionPrompts::TokenIds | CompletionPrompts::Text => None,
-    };
+    let sends_ids = inputs.completion_prompts == CompletionPrompts::TokenIds && all_have_ids;
+    let slot = sends_ids.then(|| PromptSlot::of(&parsed, body, model.max_model_len));
     let form = form::form_of(&parsed, name, model);
     let draft = PlanDraft {
-        slot,
+        slot: slot.flatten(),
         tokens,
         resume,
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
@@ -488,7 +484,8 @@ impl PlanDraft {
                 let cut = |cut: &BlockCut| hashed(&lists, &info, lora, *cut);
                 let others = model.cuts.iter().skip(1).map(cut).collect();
                 let first = model.cuts.first().copied();
-                let prompt = cut(&first.unwrap_or(size.into())).with_other_cuts(others);
+                let first = first.unwrap_or_else(|| size.into());
+                let prompt = cut(&first).with_other_cuts(others);
                 (prompt, lists.len() == 1, None)
             }
             Err(why) => {
@@ -590,6 +587,17 @@ fn prompt_trust<'a>(
     }
 }
 
+/// Why a chat that its template does not render is not hashed.
+fn not_rendered(error: &RenderError, limits: &WorkLimits<'_>) -> Unhashed {
+    if *error == RenderError::TooLong && limits.budget.is_none() {
+        SLOW_TEMPLATE
+    } else if matches!(error, RenderError::Number(_)) {
+        OpaqueReason::Number.as_str()
+    } else {
+        "template_failed"
+    }
+}
+
 /// The token ids of each prompt, or the texts that have those of the engines that are not
 /// mismatched.
 fn token_source(
@@ -622,9 +630,7 @@ fn token_source(
     let bytes_max = |tokenizer: &Tokenizer| {
         let by_model = model.max_model_len.zip(tokenizer.token_bytes_max());
         let by_model = by_model.map(|(tokens, bytes)| (tokens as usize).saturating_mul(bytes));
-        by_model.map_or(inputs.prompt_bytes_max, |max| {
-            max.min(inputs.prompt_bytes_max)
-        })
+        by_model.unwrap_or(usize::MAX).min(inputs.prompt_bytes_max)
     };
     match &parsed.prompt {
         openai::PromptSource::Completion(parts) => match &parts.prompts {
@@ -657,16 +663,7 @@ fn token_source(
             let text = loaded.tokenizer.templates().and_then(|templates| {
                 templates.render_within(parts, inputs.now, limits.of_rendering())
             });
-            let is_short = limits.budget.is_none();
-            let text = text.map_err(|error| {
-                if is_short && error == RenderError::TooLong {
-                    SLOW_TEMPLATE
-                } else if matches!(error, RenderError::Number(_)) {
-                    OpaqueReason::Number.as_str()
-                } else {
-                    "template_failed"
-                }
-            })?;
+            let text = text.map_err(|error| not_rendered(&error, limits))?;
             Ok(TokenSource::Texts {
                 loaded,
                 texts: vec![text],

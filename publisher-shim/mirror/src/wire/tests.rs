@@ -471,9 +471,11 @@ fn events_that_are_not_understood_are_told_apart() {
 fn an_unknown_event_keeps_what_it_names() {
     let of = |event: Value| {
         let batch = Batch::decode(&payload(&event)).unwrap();
-        let unknown = batch.events.first().map(|event| match event {
-            CacheEvent::Unknown(unknown) => (unknown.medium, unknown.group),
-            other => panic!("{other:?}"),
+        let unknown = batch.events.first().map(|event| {
+            let CacheEvent::Unknown(unknown) = event else {
+                panic!("{event:?}");
+            };
+            (unknown.medium, unknown.group)
         });
         unknown.ok_or(batch.skipped.untracked)
     };

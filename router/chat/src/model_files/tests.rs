@@ -242,7 +242,9 @@ fn a_model_with_a_renderer_of_its_own_has_no_template() {
         all.extend([("config.json", config), CONFIG]);
         match Scratch::new(&all).read().templates {
             TemplateSources::OwnRenderer(name) => name,
-            templates => {
+            templates @ (TemplateSources::None
+            | TemplateSources::Single(_)
+            | TemplateSources::Named(_)) => {
                 assert_eq!(templates, TemplateSources::Single("configured".into()));
                 "template"
             }

@@ -263,9 +263,11 @@ async fn a_route_that_the_engine_has_switched_off_is_skipped_with_its_reason() {
     };
     let engine = ProbedEngine::start(axum::Router::new().fallback(answer)).await;
     let checks = engine.check().await.tokens;
-    let skipped = |check: &CheckResult, reason: &str| match check {
-        CheckResult::Skipped { why } => assert!(why.contains(reason), "{why}"),
-        other => panic!("{other:?}"),
+    let skipped = |check: &CheckResult, reason: &str| {
+        let CheckResult::Skipped { why } = check else {
+            panic!("{check:?}");
+        };
+        assert!(why.contains(reason), "{why}");
     };
     skipped(&checks.responses, "disabled here");
     skipped(&checks.messages, "--enable-auto-tool-choice");

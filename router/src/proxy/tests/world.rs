@@ -34,6 +34,7 @@ use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
 use crate::route::{Knobs, Prompt, RouteRequest, SourceLoad};
 use crate::settings::Settings;
+use crate::tenants::LimitSharing;
 use crate::testing::{ROUTER, core, plane, subjects, worker_entry};
 
 /// More than any body here but the one that is too large.
@@ -618,10 +619,7 @@ impl World {
             held: HeldRequests::new(metrics.waiting().clone()),
             retries: RetryBudget::default(),
             stored: StoredResponses::default(),
-            tenants: Arc::new(Tenants::new(
-                Arc::clone(&settings),
-                crate::tenants::LimitSharing::Alone,
-            )),
+            tenants: Arc::new(Tenants::new(Arc::clone(&settings), LimitSharing::Alone)),
             metrics,
             tokenizers: Arc::default(),
             policy: Policy::Kv,

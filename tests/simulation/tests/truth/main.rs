@@ -58,7 +58,6 @@ fn runs_are_indexed_exactly(seeds: Range<u64>) {
         }
         assert_eq!(first.claim().held, held[0], "seed {seed}: ranks are apart");
     }
-    println!("{runs} runs: {compared} claims compared, {exact_at_the_end} ended exact");
     assert!(compared > 20 * runs, "claims are made: {compared}");
     assert!(exact_at_the_end > runs / 2, "{exact_at_the_end}");
 }
