@@ -345,11 +345,8 @@ mod tests {
     fn a_stream_ends_with_an_error_of_its_routes_form() {
         for (path, begins) in [
             ("/v1/chat/completions", r#"data: {"error":{"#),
-            (
-                "/v1/responses",
-                "event: error\ndata: {\"code\":\"upstream_silent\"",
-            ),
-            ("/v1/messages", "event: error\ndata: {\"error\":{"),
+            ("/v1/responses", "event: error\ndata: {\"type\":\"error\","),
+            ("/v1/messages", "event: error\ndata: {\"type\":\"error\","),
         ] {
             let event = ProxyError::StreamSilent.event(ErrorForm::of_path(path));
             let mut observer = openai::StreamObserver::default();

@@ -375,7 +375,7 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
     let mut args = Args::on_free_ports();
     args.tokenizer = Some(directory);
     let probes = parity::probes(&tokenizer, &args.model, CivilTime::from_unix(0));
-    assert_eq!(probes.len(), 23);
+    assert_eq!(probes.len(), 35);
     let mock = Mock::start(args).await.unwrap();
     let client = client();
     for probe in probes {

@@ -6,6 +6,7 @@ use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
+use super::bounds::text_bytes_max;
 use super::views::View;
 use super::{invalid, text, texts};
 
@@ -21,6 +22,14 @@ pub(super) fn call(
 ) -> Result<Value, Error> {
     let own = match value.kind() {
         ValueKind::String if value.is_safe() => return safe_method(state, value, method, args),
+        ValueKind::String if method == "format" => {
+            let bytes_max = text_bytes_max(state)?;
+            Some(texts::str_format(
+                value.as_str().unwrap_or(""),
+                args,
+                bytes_max,
+            ))
+        }
         ValueKind::String => str_method(value.as_str().unwrap_or(""), method, args),
         ValueKind::Map => dict_method(value, method, args),
         ValueKind::Seq | ValueKind::Iterable => list_method(value, method, args),
@@ -97,7 +106,6 @@ fn str_method(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, 
         "removesuffix" => {
             text_arg(args).map(|affix| Value::from(text.strip_suffix(affix).unwrap_or(text)))
         }
-        "format" => texts::str_format(text, args),
         "zfill" => zero_fill(text, args),
         "center" | "ljust" | "rjust" => pad(text, method, args),
         _ => return None,

@@ -1,5 +1,7 @@
 use serde::Deserialize;
 
+use minijinja::value::Kwargs;
+
 use super::*;
 
 #[derive(Deserialize)]
@@ -84,4 +86,45 @@ fn an_endless_template_is_stopped() {
     );
     let nested = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
     assert!(render(nested, &Value::UNDEFINED).is_err());
+}
+
+/// A width may have any size, and a value may stand in each field.
+#[test]
+fn a_formatted_text_is_bounded() {
+    let long = "x".repeat(1 << 20);
+    for wide in [
+        "{{ '%99999d' % 1 }}",
+        "{{ '%.99999f' % 1.5 }}",
+        "{{ '%*d' % (9999, 1) }}",
+        "{{ '%99999d' | format(1) }}",
+        "{{ '%(a)99999s' | format(a=1) }}",
+        "{{ '{:99999}'.format(1) }}",
+        "{{ '{{{:{}}'.format(1, 9999) }}",
+    ] {
+        assert!(render(wide, &Value::UNDEFINED).is_err(), "{wide}");
+    }
+    let wanted = format!("{:>9999}|{:>9}", 1, 2);
+    let written = "{{ '%9999d|%9d' % (1, 2) }}";
+    assert_eq!(render(written, &Value::UNDEFINED).unwrap(), wanted);
+    let written = "{{ '{:>9999}|{:>9}'.format(1, 2) }}";
+    assert_eq!(render(written, &Value::UNDEFINED).unwrap(), wanted);
+    for field in ["%(a)s", "{a}"] {
+        let text = field.repeat(200);
+        let bounded = |bytes_max| match field {
+            "{a}" => texts::str_format(
+                &text,
+                &[Kwargs::from_iter([("a", Value::from(long.as_str()))]).into()],
+                bytes_max,
+            )
+            .is_ok(),
+            _ => texts::printf(
+                &text.as_str().into(),
+                &[Value::from_pairs([("a", long.as_str())])],
+                bytes_max,
+            )
+            .is_ok(),
+        };
+        assert!(!bounded(64 << 20), "{field}");
+        assert!(bounded(usize::MAX), "{field}");
+    }
 }

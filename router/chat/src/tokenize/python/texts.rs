@@ -15,27 +15,31 @@ use super::print::{str_of, text_of};
 pub(super) fn register(env: &mut Environment<'static>) {
     env.add_filter(CONCAT, concat);
     env.add_filter(ADD, add);
-    env.add_filter(PRINTF, |text: &Value, values: &Value| {
-        // A tuple is a list of values, any other value is the only one.
-        let values = if values.is_tuple() {
-            values.try_iter()?.collect()
-        } else {
-            vec![values.clone()]
-        };
-        printf(text, &values)
-    });
+    env.add_filter(
+        PRINTF,
+        |state: &State<'_, '_>, text: &Value, values: &Value| {
+            // A tuple is a list of values, any other value is the only one.
+            let values = if values.is_tuple() {
+                values.try_iter()?.collect()
+            } else {
+                vec![values.clone()]
+            };
+            printf(text, &values, text_bytes_max(state)?)
+        },
+    );
     env.add_filter(
         "format",
-        |text: &Value, values: Rest<Value>, named: Kwargs| {
+        |state: &State<'_, '_>, text: &Value, values: Rest<Value>, named: Kwargs| {
+            let bytes_max = text_bytes_max(state)?;
             let names: Vec<&str> = named.args().collect();
             if names.is_empty() {
-                return printf(text, &values);
+                return printf(text, &values, bytes_max);
             }
             let members = names
                 .into_iter()
                 .map(|name| Ok((name, named.get::<Value>(name)?)));
             let members = members.collect::<Result<Vec<_>, Error>>()?;
-            printf(text, &[Value::from_pairs(members)])
+            printf(text, &[Value::from_pairs(members)], bytes_max)
         },
     );
     env.add_filter("join", join);
@@ -120,8 +124,56 @@ fn number(value: &Value) -> Option<f64> {
     whole.or_else(|| f64::try_from(value.clone()).ok())
 }
 
+/// Digits of the widths and precisions that are reproduced.
+const WIDTH_DIGITS_MAX: usize = 4;
+
+/// Refuses a format whose text may be longer than `bytes_max`. `fields` are its conversions without
+/// their first sign, `longest` the bytes of the longest value. A width may have any size, and a
+/// value may stand in every field.
+fn check_size<'a>(
+    text: &str,
+    fields: impl Iterator<Item = &'a str>,
+    longest: usize,
+    bytes_max: usize,
+) -> Result<(), Error> {
+    let mut bytes = text.len();
+    for field in fields {
+        if field.contains(['*', '{']) {
+            return Err(invalid("a width that an argument gives"));
+        }
+        bytes = bytes.saturating_add(longest);
+        for width in field.split(|c: char| !c.is_ascii_digit()) {
+            if width.len() > WIDTH_DIGITS_MAX {
+                return Err(invalid("width is too large"));
+            }
+            bytes = bytes.saturating_add(width.parse().unwrap_or(0));
+        }
+    }
+    if bytes > bytes_max {
+        return Err(invalid("the formatted text is too long"));
+    }
+    Ok(())
+}
+
+/// The bytes of the longest of some printed values, and of those in a mapping of them.
+fn longest(values: &[Value]) -> usize {
+    // The longest number.
+    const NUMBER: usize = 400;
+    let text_len = |value: &Value| value.as_str().map_or(NUMBER, str::len);
+    let member_len = |value: &Value| match value.kind() {
+        ValueKind::Map => {
+            let keys = value.try_iter().ok().into_iter().flatten();
+            let members = keys.filter_map(|key| value.get_item(&key).ok());
+            members.map(|member| text_len(&member)).max()
+        }
+        _ => Some(text_len(value)),
+    };
+    let found = values.iter().filter_map(member_len);
+    found.max().unwrap_or(0).max(NUMBER)
+}
+
 /// `text % values`, and jinja2's filter `format`.
-fn printf(text: &Value, values: &[Value]) -> Result<String, Error> {
+pub(super) fn printf(text: &Value, values: &[Value], bytes_max: usize) -> Result<String, Error> {
     if text.is_safe() {
         return Err(invalid("a safe text escapes its arguments"));
     }
@@ -140,12 +192,37 @@ fn printf(text: &Value, values: &[Value]) -> Result<String, Error> {
         }
         values => values.iter().map(printable).collect::<Result<_, Error>>()?,
     };
+    let fields = text.split('%').skip(1).map(|field| {
+        let name_end = field.starts_with('(').then(|| field.find(')')).flatten();
+        let field = name_end.map_or(field, |end| &field[end..]);
+        let end = field.find(|c: char| c.is_ascii_alphabetic());
+        end.map_or(field, |end| &field[..end])
+    });
+    check_size(&text, fields, longest(&values), bytes_max)?;
     format(FormatStyle::Printf, &text, &values)
 }
 
 /// `text.format(…)`
-pub(super) fn str_format(text: &str, args: &[Value]) -> Result<Value, Error> {
+pub(super) fn str_format(text: &str, args: &[Value], bytes_max: usize) -> Result<Value, Error> {
     let (values, named): (&[Value], Kwargs) = from_args(args)?;
+    let named_values = named
+        .args()
+        .filter_map(|name| named.peek::<Value>(name).ok());
+    let all: Vec<Value> = values.iter().cloned().chain(named_values).collect();
+    let mut rest = text;
+    let fields = std::iter::from_fn(|| {
+        loop {
+            rest = rest.split_once('{')?.1;
+            match rest.strip_prefix('{') {
+                Some(literal) => rest = literal,
+                None => break,
+            }
+        }
+        let (field, behind) = rest.split_once('}').unwrap_or((rest, ""));
+        rest = behind;
+        Some(field.split_once(':').map_or("", |(_, spec)| spec))
+    });
+    check_size(text, fields, longest(&all), bytes_max)?;
     let names: Vec<&str> = named.args().collect();
     let is_named_plain = |name: &&str| {
         named
