@@ -675,19 +675,22 @@ impl World {
         }
     }
 
-    /// What a replay no longer reaches stays unknown until the engine clears its cache.
+    /// What a replay no longer reaches stays unknown until the engine clears its cache, and so does
+    /// what an event of an unknown type did.
     fn reset_unknowable(&mut self) {
         for worker in 0..self.engines.len() {
             if self.engines[worker].is_reset || self.engines[worker].life.has_requests() {
                 continue;
             }
             let source = self.engines[worker].source.clone();
-            let is_partial = (0..self.indexers.len()).any(|at| {
-                self.standings(at).iter().any(|standing| {
-                    standing.source == source && standing.states.gpu == SourceState::Partial
-                })
-            });
-            if is_partial {
+            let is_unknowable = |standing: &SourceView| {
+                let state = standing.states.gpu;
+                let is_weak = state == SourceState::Partial || state == SourceState::Unverified;
+                standing.source == source && is_weak
+            };
+            let indexers = 0..self.indexers.len();
+            let mut standings = indexers.flat_map(|at| self.standings(at));
+            if standings.any(|standing| is_unknowable(&standing)) {
                 self.checks.resets += 1;
                 self.note(|| format!("engine {worker}: emptied"));
                 self.reset_in_the_calm(worker);

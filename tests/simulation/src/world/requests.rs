@@ -474,8 +474,11 @@ impl World {
             let is_cut_alike = engine.life.config.block_cut() == prompt.block_cut();
             let credit_max = if is_cut_alike { prompt.credit_max() } else { 0 };
             let right = capped(said, credit_max);
-            let is_right = by_index == right || !has_credit && terms.state >= SourceState::Stale;
-            if !is_right || terms.state < part.states.gpu {
+            // What the engine reported, where the index gives no credit.
+            let by_reports = terms.reported_blocks > 0 && terms.state == SourceState::Unverified;
+            let is_weak = terms.state >= SourceState::Stale || by_reports;
+            let is_right = by_index == right || !has_credit && is_weak;
+            if !is_right || terms.state < part.states.gpu && !by_reports {
                 return Err(format!("credits {by_index:?} of {source}, of {part:?}"));
             }
         }
