@@ -27,16 +27,8 @@ case "$*" in
   --all) all=yes ;;
   *) echo "usage: $0 [--all]" >&2; exit 2 ;;
 esac
-logs=$(mktemp -d)
-fleets=
-clean() {
-  trap - EXIT
-  [ -z "$fleets" ] || kill -- "-$fleets" 2>/dev/null || true
-  rm -rf "$logs"
-}
-trap clean EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
 
 step "tools"
 need_command g++ g++
@@ -71,63 +63,47 @@ e2e=$(cargo test --workspace --locked --no-run --test e2e 2>&1 | tee /dev/stderr
   sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
 e2e=$(realpath "$e2e")
 
-# Fleets of processes mostly wait, so the rest runs beside them, at the lowest priority.
-run_fleets() {
-  local tests=() skips=()
-  if [ -n "$all" ]; then
-    # They need a release build, another version's, or a person.
-    skips=(--include-ignored --skip plane::cost:: --skip plane::upgrade:: --skip live_page::picture
-      --skip broken_worker::table)
-  else
-    mapfile -t tests < <(grep -v '^#' tests/gate.txt)
-    skips=(--exact)
-  fi
-  # Without cargo, which would wait for the builds beside it.
-  (cd tests && RUST_TEST_THREADS=${RUST_TEST_THREADS:-8} "$e2e" "${skips[@]}" "${tests[@]}")
-  # A name that no test has runs nothing.
-  [ -n "$all" ] || grep -q "^test result: ok. ${#tests[@]} passed" "$logs/e2e"
-  echo "== quick start =="
-  # The one-process form runs from the wheel.
-  ./quickstart.sh --nats --once --binaries "$target/debug"
-}
-set -m
-run_fleets >"$logs/e2e" 2>&1 &
-fleets=$!
-set +m
-
-quietly() {
-  nice -n 19 "$@"
-}
 step "lints"
-quietly cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step "tests"
 if [ -n "$all" ]; then
   # These need a release build: tests/long.sh.
-  quietly cargo test --workspace --locked --no-fail-fast -- --include-ignored \
+  cargo test --workspace --locked --no-fail-fast -- --include-ignored \
     --skip a_hundred_thousand_texts_have --skip all_characters_in_context_have \
     --skip memory_does_not_grow_under_churn_for_long --skip cost_of_a_tenants
 else
-  WORLD_PLANS=${WORLD_PLANS:-4} quietly cargo test --workspace --locked --no-fail-fast
+  WORLD_PLANS=${WORLD_PLANS:-4} cargo test --workspace --locked --no-fail-fast
 fi
 if [ -n "$all" ]; then
   step "benchmarks outside the workspace"
   for bench in tests/bench-proxy tests/bench-tree; do
-    quietly cargo check --quiet --locked --manifest-path "$bench/Cargo.toml" --target-dir target
+    cargo check --quiet --locked --manifest-path "$bench/Cargo.toml" --target-dir target
   done
   step "documentation"
-  RUSTDOCFLAGS="-D warnings" quietly cargo doc --workspace --no-deps --locked --quiet
+  RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
   step "dependencies: bans, licences, sources"
   cargo deny --log-level error --locked check bans licenses sources
   step "the indexer's lock under a scheduler"
-  quietly cargo test --locked --quiet --manifest-path indexer/shuttle/Cargo.toml \
+  cargo test --locked --quiet --manifest-path indexer/shuttle/Cargo.toml \
     --target-dir target/shuttle
 fi
 step "fleets of processes"
-passed=yes
-wait "$fleets" || passed=
-fleets=
-cat "$logs/e2e"
-[ -n "$passed" ] || { echo "the tests of fleets failed" >&2; exit 1; }
+names=()
+if [ -n "$all" ]; then
+  # They need a release build, another version's, or a person.
+  filters=(--include-ignored --skip plane::cost:: --skip plane::upgrade:: --skip live_page::picture
+    --skip broken_worker::table)
+else
+  mapfile -t names < <(grep -v '^#' tests/gate.txt)
+  filters=(--exact)
+fi
+(cd tests && RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))} \
+  "$e2e" "${filters[@]}" "${names[@]}") | tee "$log"
+# A name that no test has runs nothing.
+[ -n "$all" ] || grep -q "^test result: ok. ${#names[@]} passed" "$log"
+step "quick start"
+# The one-process form runs from the wheel.
+./quickstart.sh --nats --once --binaries "$target/debug"
 if [ -n "$all" ]; then
   step "deployment files"
   deploy/check.sh

@@ -45,7 +45,7 @@ static FLEETS: LazyLock<Semaphore> = LazyLock::new(|| {
         .find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = free.and_then(|free| free.trim().trim_end_matches(" kB").parse::<u64>().ok());
     let fleets = kib.map_or(2, |kib| (kib << 10) / FLEET_BYTES);
-    Semaphore::new(usize::try_from(fleets).unwrap_or(2).clamp(2, 6))
+    Semaphore::new(usize::try_from(fleets).unwrap_or(2).clamp(1, 2))
 });
 
 pub(crate) struct Distributed {
