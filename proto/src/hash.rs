@@ -3,9 +3,9 @@
 //! A local hash is XXH3-64 over the block's tokens (little-endian `u32`), then the sorted 64-bit
 //! hashes of the multimodal items that lie in it; the seed carries LoRA and salt. This is the
 //! scheme of dynamo-kv-router, so that hashes of text can be exchanged with it. Where an engine names
-//! a block by the tokens behind it too ([`BlockCut::lookahead`]), these follow the block's own. The hash of an item
-//! has its place besides its content, as the engine's key of the block has: two images that change
-//! places in one block make another block.
+//! a block by the tokens behind it too ([`BlockCut::lookahead`]), these follow the block's own. The
+//! hash of an item has its place besides its content, as the engine's key of the block has: two
+//! images that change places in one block make another block.
 //!
 //! A prefix hash is a chain over local hashes. Each step is one 64 × 64 → 128 bit multiplication
 //! whose halves are folded together, as wyhash does (Wang Yi,

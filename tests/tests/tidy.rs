@@ -473,7 +473,9 @@ const UNSAFE_CRATE: &str = "publisher-shim/publisher";
 
 #[test]
 fn every_crate_forbids_unsafe_code() {
-    for name in workspace_list("members") {
+    // The end-to-end tests have no library.
+    let members = workspace_list("members").into_iter();
+    for name in members.filter(|name| name != "tests") {
         let sources = root().join(&name).join("src");
         let top = fs::read_to_string(sources.join("lib.rs"));
         let top = top.or_else(|_| fs::read_to_string(sources.join("main.rs")));

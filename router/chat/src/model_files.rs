@@ -73,7 +73,7 @@ pub(crate) enum TemplateSources {
 impl ModelSource {
     pub fn read(&self) -> Result<ModelFiles, ModelFileError> {
         let mut files = read(&self.path)?;
-        // An engine that is told to use a template does so, but for one renderer.
+        // A template in the settings replaces every renderer but one.
         let is_harmony = files.templates == TemplateSources::OwnRenderer(renderer::HARMONY);
         if let Some(path) = self.chat_template.as_ref().filter(|_| !is_harmony) {
             let template = fs::read_to_string(path).map_err(unreadable(path))?;

@@ -78,7 +78,7 @@ pub struct CreditClaim {
     /// The one lower tier, an exact one, that holds the rest.
     pub lower_tier: Option<Tier>,
     pub credit_max: u32,
-    /// Of the claimed blocks.
+    /// The cut of the claimed blocks.
     pub cut: BlockCut,
     pub main_attention_only: bool,
     pub reads: CacheReads,

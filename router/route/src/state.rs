@@ -147,7 +147,6 @@ pub struct Core {
     expected: Expectations,
     view: IndexView,
     audit: CreditAudit,
-    evidence: CreditEvidence,
     doubts: doubts::DoubtLog,
     stalls: StallDetector,
     engines: EngineLoads,
@@ -159,9 +158,14 @@ pub struct Core {
     touched: Option<BTreeSet<u64>>,
     moves: MoveTracker,
     traffic: Traffic,
+    tally: SlotTally,
+    turn: u64,
+}
+
+#[derive(Debug, Default)]
+struct SlotTally {
     opened: u64,
     freed: FreedCounts,
-    turn: u64,
 }
 
 /// A snapshot of this router's open slots that is taken in steps ([`Core::snapshot_step`]).
@@ -208,7 +212,6 @@ impl Core {
             expected: Expectations::default(),
             view: IndexView::default(),
             audit: CreditAudit::default(),
-            evidence: CreditEvidence::default(),
             doubts: doubts::DoubtLog::default(),
             stalls: StallDetector::default(),
             engines: EngineLoads::default(),
@@ -218,8 +221,7 @@ impl Core {
             touched: None,
             moves: MoveTracker::default(),
             traffic: Traffic::default(),
-            opened: 0,
-            freed: FreedCounts::default(),
+            tally: SlotTally::default(),
             turn: 0,
         }
     }
@@ -296,7 +298,7 @@ impl Core {
             None => TrustedAnswer::default(),
         };
         let form = request.prompt.form().map(AsRef::as_ref);
-        self.evidence.weaken(form, &mut trusted);
+        self.doubts.evidence.weaken(form, &mut trusted);
         let input = DecisionInput {
             prompt: request.prompt,
             candidates: self.fleet.candidates(request.model)?,
@@ -486,7 +488,7 @@ impl Core {
     /// Processes deadlines. Call it a few times a second.
     pub fn tick(&mut self, now: Instant) {
         self.expected.expire(now);
-        self.evidence.expire(now);
+        self.doubts.evidence.expire(now);
         self.stalls.advance(now);
         self.speed.tick(now);
     }
@@ -584,15 +586,15 @@ impl Core {
             slot_underflows: self.slots.underflows(),
             view: self.view.counts(),
             audit: self.audit.counts(),
-            evidence: self.evidence.counts(),
+            evidence: self.doubts.evidence.counts(),
             stalls: self.stalls.count(),
             predictions_dropped: self.expected.predictions.dropped(),
             predicted_samples: self.expected.predictions.samples(),
             reported_prefixes: self.expected.reported.len(),
             sent_prompts: self.expected.sent.len(),
             open_slots: self.slots.open(),
-            opened: self.opened,
-            freed: self.freed,
+            opened: self.tally.opened,
+            freed: self.tally.freed,
             moves: self.moves.counts,
         }
     }
@@ -725,10 +727,10 @@ impl Core {
             touched.insert(counter);
         }
         match applied {
-            Applied::Added(_) => self.opened += 1,
-            Applied::Freed(_, SlotEnd::Completed) => self.freed.completed += 1,
-            Applied::Freed(_, SlotEnd::Failed) => self.freed.failed += 1,
-            Applied::Freed(_, SlotEnd::Aborted) => self.freed.aborted += 1,
+            Applied::Added(_) => self.tally.opened += 1,
+            Applied::Freed(_, SlotEnd::Completed) => self.tally.freed.completed += 1,
+            Applied::Freed(_, SlotEnd::Failed) => self.tally.freed.failed += 1,
+            Applied::Freed(_, SlotEnd::Aborted) => self.tally.freed.aborted += 1,
             Applied::PrefillCompleted(_) | Applied::Grown(_) | Applied::Nothing => {}
         }
     }

@@ -79,7 +79,7 @@ pub struct ComparedCandidate {
     pub cost: f64,
     /// As [`Terms::expected_blocks`].
     pub expected_blocks: u32,
-    /// Of the expected blocks.
+    /// The cut of the expected blocks.
     pub cut: BlockCut,
     pub knowledge: IndexKnowledge,
 }

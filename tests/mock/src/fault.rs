@@ -47,7 +47,7 @@ impl AnswerFault {
 }
 
 impl FaultKind {
-    /// The answer to a request that fails at once.
+    /// The answer to a request that fails without being computed.
     pub(crate) fn refusal(self, is_stream: bool) -> Option<Response> {
         let status = match self {
             Self::Status(status) => StatusCode::from_u16(status).ok()?,

@@ -256,7 +256,7 @@ impl Mirror {
     }
 
     /// An unknown number turned out to be a reload of `load` from the same path: what was stored under
-    /// it meanwhile is of that load.
+    /// it in between is of that load.
     fn merge_provisional(&mut self, name: &str, number: Option<u64>, load: LoadId) {
         let is_known = |(id, known): &(LoadId, &Load)| *id == load && known.number == number;
         if self.adapters.of_name(name).any(|known| is_known(&known)) {

@@ -734,7 +734,7 @@ fn a_removal_that_names_its_group_otherwise_ends_exact_and_partial() {
     assert_eq!(of(None, None), (TierState::Complete, false));
     assert_eq!(of(Some(0), None), (TierState::Unverified, true));
     assert_eq!(of(None, Some(0)), (TierState::Unverified, true));
-    // Of a group that no store named yet, as a late start sees it.
+    // Its group is one that no store named yet, as a late start sees it.
     assert_eq!(of(Some(0), Some(1)), (TierState::Partial, true));
 }
 
@@ -1323,7 +1323,7 @@ fn a_block_with_a_lookahead_has_the_name_that_a_router_gives_it() {
     assert_eq!(held(&follower), sorted(prompt(&[1, 2, 3])));
     assert_eq!(follower.mirror.block_cut(), Some(cut));
     assert_eq!(follower.gpu(), TierState::Complete);
-    // The same block with another token behind it is another one, for the engine too.
+    // Another token behind a block makes another block, for the engine too.
     follower.apply(vec![CacheEvent::Stored(Box::new(looking_ahead(
         Some(1002),
         &[2, 4],

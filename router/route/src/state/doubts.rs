@@ -16,6 +16,7 @@ use crate::evidence::{
 /// What the core remembers for rechecks and for the shell.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DoubtLog {
+    pub(super) evidence: CreditEvidence,
     /// The requests whose missing blocks are rechecked, at most one a source.
     suspects: BTreeMap<SourceId, Suspect>,
     /// Changes that the shell has not taken, at most [`DOUBTS_MAX`].
@@ -70,7 +71,7 @@ impl Core {
             let at = scope.at();
             at.is_none_or(|at| self.view.generation(at.source) == Some(at.generation))
         };
-        let doubts = self.evidence.doubts();
+        let doubts = self.doubts.evidence.doubts();
         let current = doubts.filter(|(scope, _)| is_current(scope));
         let shown = current.map(|(scope, doubt)| self.shown(scope, doubt.kind, doubt.agreements));
         shown.collect()
@@ -133,10 +134,10 @@ impl Core {
             prompt,
             outcome,
         };
-        let change = self.evidence.report(&report, now);
+        let change = self.doubts.evidence.report(&report, now);
         self.note_doubt(change);
         if let (ReportOutcome::Agreed, Some(tier)) = (outcome, claim.lower_tier) {
-            let change = self.evidence.tier_report(at, tier, outcome, now);
+            let change = self.doubts.evidence.tier_report(at, tier, outcome, now);
             self.note_doubt(change);
         }
     }
@@ -158,11 +159,12 @@ impl Core {
                     prompt: suspect.prompt,
                     outcome,
                 };
-                self.evidence.report(&report, now)
+                self.doubts.evidence.report(&report, now)
             }
-            tier @ (Tier::Cpu | Tier::Disk) => {
-                self.evidence.tier_report(suspect.at, tier, outcome, now)
-            }
+            tier @ (Tier::Cpu | Tier::Disk) => self
+                .doubts
+                .evidence
+                .tier_report(suspect.at, tier, outcome, now),
         };
         self.note_doubt(change);
     }

@@ -90,7 +90,7 @@ impl Core {
         let held = known.map_or(0, |known| overlap_blocks(known.run));
         // Reports stand in for the index where credit of some forms is doubted.
         let is_complete = known.is_some_and(|known| known.state() == SourceState::Exact);
-        if is_complete && !self.evidence.has_doubts() {
+        if is_complete && !self.doubts.evidence.has_doubts() {
             self.expected.reported.void(source);
         } else if held > 0 {
             self.expected

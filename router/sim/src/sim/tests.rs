@@ -643,7 +643,7 @@ fn a_block_with_a_lookahead_is_found_before_the_same_tokens_only() {
         let prompt: Vec<u32> = (0..15).collect();
         let names = hash::prompt_hashes(&prompt, cut, Seed::PLAIN);
         assert!(names.iter().all(|&name| copies(&engine, name) == 1));
-        // The same prompt, one token behind the second block's end, and another token there.
+        // An equal prompt, one token behind the second block's end, and another token there.
         assert_eq!(run(&mut engine, request(0..15, 1)).1, 12);
         assert_eq!(
             run(&mut engine, request(0..9, 1)).1,

@@ -236,7 +236,7 @@ fn block(event: &Value, index: usize, tokens: &[u32], parent: Option<String>) ->
         .iter()
         .flat_map(|token| token.to_le_bytes())
         .collect();
-    // Of vLLM with EAGLE or MTP: the tokens behind the block are a part of its name.
+    // vLLM with EAGLE or MTP: the tokens behind the block are a part of its name.
     for token in event["lookahead_token_ids"]
         .get(index)
         .map_or(&[][..], list)

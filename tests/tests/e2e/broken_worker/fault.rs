@@ -12,7 +12,7 @@ pub(super) enum Fault {
     Freeze,
     /// `POST /sleep`.
     Sleep,
-    /// Every request fails at once.
+    /// Every request fails immediately.
     Status(u16),
     /// Streams fail with an error event after so many events, other requests with status 500.
     ErrorEvent(usize),

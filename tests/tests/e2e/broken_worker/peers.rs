@@ -14,7 +14,7 @@ pub(super) enum Peer {
     Smg,
 }
 
-/// The same cadence for all, shorter than their defaults: what is compared is not patience.
+/// One cadence for all, shorter than their defaults: what is compared is not patience.
 const HEALTH: [&str; 6] = [
     "--health-check-interval-secs=2",
     "--health-check-timeout-secs=2",

@@ -33,7 +33,7 @@ fn an_adapter_from_another_path_finds_no_block_of_the_former_one() {
     let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![of_load(1, 7, &[], &[1, 2, 3])]);
     assert_eq!(found(&follower, &[1, 2, 3]), 3);
-    // The engine computes the same prompt anew: another path.
+    // The engine computes the same prompt again: another path.
     follower.apply(vec![of_load(2, 8, &[], &[1, 2])]);
     assert_eq!(found(&follower, &[1, 2, 3]), 2);
     follower.apply(vec![of_load(2, 8, &[1, 2], &[4])]);
@@ -57,7 +57,7 @@ fn a_reload_finds_nothing_until_a_block_shows_its_path() {
     follower.apply(vec![of_load(2, 7, &[], &[5])]);
     assert_eq!(found(&follower, &[1, 2]), 0);
     assert_eq!(found(&follower, &[5]), 1);
-    // It was the same path: what it stored meanwhile is of the same load.
+    // It was the same path: what it stored in between is of the same load.
     follower.apply(vec![of_load(2, 7, &[1, 2], &[3])]);
     assert_eq!(found(&follower, &[1, 2, 3]), 3);
     assert_eq!(found(&follower, &[5]), 1);

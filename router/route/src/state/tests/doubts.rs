@@ -294,7 +294,7 @@ fn a_new_generation_and_a_new_tokenizer_are_exact_again() {
     }
     assert_eq!(
         fleet.core.doubted().len(),
-        fleet.core.evidence.doubts().count()
+        fleet.core.doubts.evidence.doubts().count()
     );
     let asked = prompt(1000, 0);
     let form = PromptForm {
