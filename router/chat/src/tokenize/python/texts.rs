@@ -160,13 +160,13 @@ fn longest(values: &[Value]) -> usize {
     // The longest number.
     const NUMBER: usize = 400;
     let text_len = |value: &Value| value.as_str().map_or(NUMBER, str::len);
-    let member_len = |value: &Value| match value.kind() {
-        ValueKind::Map => {
-            let keys = value.try_iter().ok().into_iter().flatten();
-            let members = keys.filter_map(|key| value.get_item(&key).ok());
-            members.map(|member| text_len(&member)).max()
+    let member_len = |value: &Value| {
+        if value.kind() != ValueKind::Map {
+            return Some(text_len(value));
         }
-        _ => Some(text_len(value)),
+        let keys = value.try_iter().ok().into_iter().flatten();
+        let members = keys.filter_map(|key| value.get_item(&key).ok());
+        members.map(|member| text_len(&member)).max()
     };
     let found = values.iter().filter_map(member_len);
     found.max().unwrap_or(0).max(NUMBER)
