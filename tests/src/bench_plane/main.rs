@@ -5,6 +5,7 @@
 //!
 //! One process runs a fake engine (with real ZMQ), a shim and an indexer, each with its own NATS
 //! connection. Prints JSON lines, then a table for docs/PERF.md. Asserts nothing.
+#![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "figures are what this is for")]
 
 mod engine;
