@@ -27,8 +27,29 @@ case "$*" in
   --all) all=yes ;;
   *) echo "usage: $0 [--all]" >&2; exit 2 ;;
 esac
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+scratch=$(mktemp -d)
+lints=
+trap 'kill $lints 2>/dev/null || true; rm -rf "$scratch"' EXIT
+
+# executables ARGUMENTS…: builds tests, and prints "FOLDER EXECUTABLE" of each: where it expects to
+# run, and what.
+executables() {
+  local is_test='"profile":{[^}]*"test":true}'
+  cargo test --workspace --locked --quiet --no-run --message-format json-render-diagnostics "$@" |
+    sed -n 's|.*"manifest_path":"\([^"]*\)/Cargo.toml".*'"$is_test"'.*"executable":"\([^"]*\)".*|\1 \2|p'
+}
+
+# run_tests FOLDER EXECUTABLE: three at a time, since many wait. The world has what the others leave.
+run_tests() {
+  local name=${2##*/} began=$SECONDS result=0 command=("$2" $TEST_ARGUMENTS)
+  [[ $name != world-* ]] || command=(nice -n 19 "${command[@]}")
+  (cd "$1" && "${command[@]}") >"$scratch/$name" 2>&1 || result=$?
+  echo "${1##*/}, ${name%-*}: $((SECONDS - began)) s" >>"$scratch/$name"
+  flock "$scratch" cat "$scratch/$name"
+  return $result
+}
+export -f run_tests
+export scratch
 
 step "tools"
 need_command g++ g++
@@ -58,22 +79,31 @@ target=${CARGO_TARGET_DIR:-target}
 step "formatting"
 cargo fmt --all -- --check
 step "build"
-cargo test --workspace --locked --quiet --no-run
-e2e=$(cargo test --workspace --locked --no-run --test e2e 2>&1 | tee /dev/stderr |
-  sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
-e2e=$(realpath "$e2e")
-
-step "lints"
-cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-step "tests"
+executables >"$scratch/tests"
+read -r e2e_folder e2e < <(executables --test e2e)
 if [ -n "$all" ]; then
-  # These need a release build: tests/long.sh.
-  cargo test --workspace --locked --no-fail-fast -- --include-ignored \
-    --skip a_hundred_thousand_texts_have --skip all_characters_in_context_have \
-    --skip memory_does_not_grow_under_churn_for_long --skip cost_of_a_tenants
+  # The first need a release build, the others another version's, or a person.
+  TEST_ARGUMENTS="--include-ignored --skip a_hundred_thousand_texts_have
+    --skip all_characters_in_context_have --skip memory_does_not_grow_under_churn_for_long
+    --skip cost_of_a_tenants --skip plane::cost:: --skip plane::upgrade:: --skip live_page::picture
+    --skip broken_worker::table"
 else
-  WORLD_PLANS=${WORLD_PLANS:-4} cargo test --workspace --locked --no-fail-fast
+  TEST_ARGUMENTS=
+  export WORLD_PLANS=${WORLD_PLANS:-4}
+  mapfile -t names < <(grep -v '^#' tests/gate.txt)
+  # A name that no test has would run nothing.
+  "$e2e" --list --exact "${names[@]}" | sed -n 's/: test$//p' |
+    diff - <(printf '%s\n' "${names[@]}" | sort)
 fi
+export TEST_ARGUMENTS
+
+step "tests, and lints beside them"
+nice -n 19 cargo clippy --workspace --all-targets --locked --quiet -- -D warnings &
+lints=$!
+{ grep /world- "$scratch/tests"; grep -v /world- "$scratch/tests"; } |
+  xargs -L 1 -P 3 bash -c 'run_tests "$@"' _
+wait "$lints"
+lints=
 if [ -n "$all" ]; then
   step "benchmarks outside the workspace"
   for bench in tests/bench-proxy tests/bench-tree; do
@@ -81,6 +111,7 @@ if [ -n "$all" ]; then
   done
   step "documentation"
   RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+  cargo test --workspace --locked --quiet --doc
   step "dependencies: bans, licences, sources"
   cargo deny --log-level error --locked check bans licenses sources
   step "the indexer's lock under a scheduler"
@@ -88,19 +119,8 @@ if [ -n "$all" ]; then
     --target-dir target/shuttle
 fi
 step "fleets of processes"
-names=()
-if [ -n "$all" ]; then
-  # They need a release build, another version's, or a person.
-  filters=(--include-ignored --skip plane::cost:: --skip plane::upgrade:: --skip live_page::picture
-    --skip broken_worker::table)
-else
-  mapfile -t names < <(grep -v '^#' tests/gate.txt)
-  filters=(--exact)
-fi
-(cd tests && RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))} \
-  "$e2e" "${filters[@]}" "${names[@]}") | tee "$log"
-# A name that no test has runs nothing.
-[ -n "$all" ] || grep -q "^test result: ok. ${#names[@]} passed" "$log"
+(cd "$e2e_folder" && RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))} \
+  "$e2e" $TEST_ARGUMENTS ${names:+--exact "${names[@]}"})
 step "quick start"
 # The one-process form runs from the wheel.
 ./quickstart.sh --nats --once --binaries "$target/debug"
