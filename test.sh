@@ -28,8 +28,8 @@ case "$*" in
   *) echo "usage: $0 [--all]" >&2; exit 2 ;;
 esac
 scratch=$(mktemp -d)
-lints=
-trap 'kill $lints 2>/dev/null || true; rm -rf "$scratch"' EXIT
+computing=
+trap '[ -z "$computing" ] || kill -- "-$computing"; rm -rf "$scratch"' EXIT
 
 # executables ARGUMENTS…: builds tests, and prints "FOLDER EXECUTABLE" of each: where it expects to
 # run, and what.
@@ -39,13 +39,12 @@ executables() {
     sed -n 's|.*"manifest_path":"\([^"]*\)/Cargo.toml".*'"$is_test"'.*"executable":"\([^"]*\)".*|\1 \2|p'
 }
 
-# run_tests FOLDER EXECUTABLE: three at a time, since many wait. The world has what the others leave.
+# run_tests FOLDER EXECUTABLE
 run_tests() {
-  local name=${2##*/} began=$SECONDS result=0 command=("$2" $TEST_ARGUMENTS)
-  [[ $name != world-* ]] || command=(nice -n 19 "${command[@]}")
-  (cd "$1" && "${command[@]}") >"$scratch/$name" 2>&1 || result=$?
-  echo "${1##*/}, ${name%-*}: $((SECONDS - began)) s" >>"$scratch/$name"
+  local name=${2##*/} began=$SECONDS result=0
+  (cd "$1" && "$2" $TEST_ARGUMENTS) >"$scratch/$name" 2>&1 || result=$?
   flock "$scratch" cat "$scratch/$name"
+  echo "$((SECONDS - began)) s: ${1##*/}, ${name%-*}" >>"$scratch/times"
   return $result
 }
 export -f run_tests
@@ -97,13 +96,25 @@ else
 fi
 export TEST_ARGUMENTS
 
-step "tests, and lints beside them"
-nice -n 19 cargo clippy --workspace --all-targets --locked --quiet -- -D warnings &
-lints=$!
-{ grep /world- "$scratch/tests"; grep -v /world- "$scratch/tests"; } |
-  xargs -L 1 -P 3 bash -c 'run_tests "$@"' _
-wait "$lints"
-lints=
+step "tests"
+# Lints and the simulated world compute. The rest mostly waits, and has priority; a process group
+# of their own ends with this script.
+set -m
+{
+  cargo clippy --workspace --all-targets --locked --quiet -- -D warnings &&
+    run_tests $(grep /world- "$scratch/tests")
+} &
+computing=$!
+set +m
+renice -n 19 -g "$computing" >/dev/null
+grep -v /world- "$scratch/tests" | xargs -L 1 -P 3 bash -c 'run_tests "$@"' _
+step "fleets of processes"
+(cd "$e2e_folder" && RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))} \
+  "$e2e" $TEST_ARGUMENTS ${names:+--exact "${names[@]}"})
+step "lints, and the simulated world"
+wait "$computing"
+computing=
+sort -rn "$scratch/times" | head -n 12
 if [ -n "$all" ]; then
   step "benchmarks outside the workspace"
   for bench in tests/bench-proxy tests/bench-tree; do
@@ -118,9 +129,6 @@ if [ -n "$all" ]; then
   cargo test --locked --quiet --manifest-path indexer/shuttle/Cargo.toml \
     --target-dir target/shuttle
 fi
-step "fleets of processes"
-(cd "$e2e_folder" && RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((2 * $(nproc)))} \
-  "$e2e" $TEST_ARGUMENTS ${names:+--exact "${names[@]}"})
 step "quick start"
 # The one-process form runs from the wheel.
 ./quickstart.sh --nats --once --binaries "$target/debug"
