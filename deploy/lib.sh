@@ -31,15 +31,8 @@ install_package() {
   "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null
 }
 
-# The version is pinned: a new release must not break an unrelated change.
-need_cargo_deny() {
-  local version=0.20.2
-  [ "$(cargo deny --version 2>/dev/null)" = "cargo-deny $version" ] && return
-  echo "installing cargo-deny $version"
-  cargo install --quiet --locked --debug cargo-deny --version "$version"
-}
-
 # need_python_packages PACKAGE==VERSION…: installs them into .venv. Takes pip's -r FILE too.
+# Versions are pinned: a new release must not break an unrelated change.
 need_python_packages() {
   need_command python3 python3
   python3 -c 'import ensurepip, venv' 2>/dev/null || install_package python3-venv
