@@ -469,6 +469,11 @@ impl Shared {
     }
 }
 
+async fn in_time<T>(answer: impl Future<Output = Result<T, PlaneError>>) -> Result<T, PlaneError> {
+    let answer = timeout(STATUS_DEADLINE, answer).await;
+    answer.unwrap_or_else(|_| Err(unavailable("the log's state is late")))
+}
+
 fn unavailable(why: &str) -> PlaneError {
     PlaneError::Unavailable(why.to_owned())
 }

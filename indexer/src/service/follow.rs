@@ -650,13 +650,6 @@ impl FoldWriter {
     }
 }
 
-pub(super) async fn in_time<T>(
-    answer: impl Future<Output = Result<T, PlaneError>>,
-) -> Result<T, PlaneError> {
-    let answer = timeout(STATUS_DEADLINE, answer).await;
-    answer.unwrap_or_else(|_| Err(unavailable("the log's state is late")))
-}
-
 fn report(message: &LogMessage, verdict: RecordVerdict) {
     let (subject, position) = (&message.subject, message.position);
     match verdict {

@@ -10,7 +10,6 @@ use futures_util::future::{BoxFuture, Fuse};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::{Generation, StreamIdentity};
 
-use super::follow::in_time;
 use super::*;
 use crate::metrics::{RestoreCause, Skipped};
 use crate::same_log::{self, LogMatch};

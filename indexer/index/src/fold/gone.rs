@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::{Source, WorkerId};
 
+use super::source::Touched;
 use super::source::{Holding, SourceFold};
-use super::sources::Touched;
 use super::{Fold, WorkerRegistration};
 
 /// Age of an absence after which the blocks are freed. The fence stays. A shim that was away for

@@ -6,10 +6,9 @@
 //! waits for it.
 //!
 //! A source that is set aside is not folded until its next generation, which is requested when
-//! there is ample room for it: the smallest source first, one per [`BETWEEN_RETURNS`], not earlier
-//! than
-//! [`AWAY_MIN`] after it was set aside, doubled each time up to [`AWAY_MAX`]. So a fleet that does
-//! not fit causes no loop of images.
+//! there is ample room for it: the smallest source first, one per [`BETWEEN_RETURNS`], and not
+//! earlier than its [`SetAsideHistory`](super::set_aside::SetAsideHistory) permits. So a fleet that
+//! does not fit causes no loop of images.
 
 use std::time::{Duration, Instant};
 
@@ -22,57 +21,12 @@ use super::{Fold, WorkerRegistration, registration};
 /// Blocks freed or moved in one step.
 const STEP: usize = 4096;
 
-/// Budget per pair: the measured size of an unshared pair plus 50 %.
-const PAIR_BYTES: u64 = 60;
-
 const BETWEEN_RETURNS: Duration = Duration::from_secs(30);
-const AWAY_MIN: Duration = Duration::from_secs(60);
-const AWAY_MAX: Duration = Duration::from_secs(3840);
 
 /// Bytes of a source besides its blocks: an entry of a map that is at least half full, and a short
 /// name.
 const SOURCE_BYTES: usize = 2 * (size_of::<Source>() + size_of::<SourceFold>()) + 128;
 const WORKER_BYTES: usize = 2 * (size_of::<WorkerRegistration>() + size_of::<WorkerEntry>()) + 512;
-
-/// How often and since when a source is set aside.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SetAsideHistory {
-    /// Pairs that its shim last reported.
-    pub(super) pairs: u64,
-    times: u32,
-    since: Option<Instant>,
-    asked: bool,
-}
-
-impl SetAsideHistory {
-    pub(super) fn went(&mut self, now: Instant, pairs: u64) {
-        let is_recent = |since: Instant| now.saturating_duration_since(since) < 2 * AWAY_MAX;
-        self.times = if self.since.is_some_and(is_recent) {
-            self.times + 1
-        } else {
-            1
-        };
-        self.since = Some(now);
-        self.pairs = pairs;
-        self.asked = false;
-    }
-
-    /// A new generation begins.
-    pub(super) const fn came_back(&mut self) {
-        self.asked = false;
-    }
-
-    fn may_return(&self, now: Instant) -> bool {
-        let doublings = self.times.saturating_sub(1).min(6);
-        let away = (AWAY_MIN * (1 << doublings)).min(AWAY_MAX);
-        self.since
-            .is_none_or(|since| now.saturating_duration_since(since) >= away)
-    }
-
-    const fn bytes(&self) -> u64 {
-        self.pairs.saturating_mul(PAIR_BYTES)
-    }
-}
 
 /// Counters of the memory bound.
 #[derive(Clone, Copy, Debug, Default)]

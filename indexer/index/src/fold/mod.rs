@@ -24,6 +24,7 @@ mod reload;
 mod removals;
 mod resync;
 mod roster;
+mod set_aside;
 mod source;
 mod sources;
 mod stall;
@@ -54,8 +55,8 @@ use outage::PlaneOutage;
 use reload::ReloadLimiter;
 use removals::RecordPlace;
 use roster::Roster;
-use source::{RecordArrival, Registration, SourceContext, SourceFold};
-use sources::{Moment, SourceTable, Touched};
+use source::{RecordArrival, Registration, SourceContext, SourceFold, Touched};
+use sources::{Moment, SourceTable};
 
 pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
 pub use ends::ClockAnswer;
@@ -406,7 +407,8 @@ impl Fold {
                 registration(workers, outage, &source.worker, now) == Registration::Present
             })
             .filter(|(_, fold)| !(reload_first && fold.wants_reload()));
-        resync::poll(now, reachable)
+        let states = reachable.map(|(source, fold)| (source, fold.fence(), &mut fold.resync));
+        resync::poll(now, states)
     }
 
     /// Frees at most `nodes_max` blocks of dead generations. Returns true while work remains.

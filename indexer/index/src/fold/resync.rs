@@ -9,8 +9,6 @@ use std::time::{Duration, Instant};
 use warmroute_proto::registry::{ResyncReason, ResyncRequest};
 use warmroute_proto::{Generation, Source};
 
-use super::source::SourceFold;
-
 /// Deadline of a request; afterwards it may be repeated.
 const INTERVAL: Duration = Duration::from_secs(10);
 const AT_ONCE: usize = 8;
@@ -57,28 +55,27 @@ impl ResyncState {
     }
 }
 
-/// Requests to send now. `sources` are those whose shim can answer.
+/// Requests to send now. `sources` are those whose shim can answer, with their fences.
 pub(super) fn poll<'a>(
     now: Instant,
-    sources: impl Iterator<Item = (&'a Source, &'a mut SourceFold)>,
+    sources: impl Iterator<Item = (&'a Source, Option<Generation>, &'a mut ResyncState)>,
 ) -> Vec<ResyncRequest> {
     let mut under_way = 0;
     let mut waiting = Vec::new();
-    for (source, fold) in sources {
-        let fence = fold.fence();
-        match (fold.resync.recent_request(now), fold.resync.wanted, fence) {
+    for (source, fence, state) in sources {
+        match (state.recent_request(now), state.wanted, fence) {
             (Some(asked), _, Some(fence)) if fence <= asked.above => under_way += 1,
-            (None, Some(reason), Some(above)) => waiting.push((source, fold, reason, above)),
+            (None, Some(reason), Some(above)) => waiting.push((source, state, reason, above)),
             (Some(_) | None, Some(_) | None, Some(_) | None) => {}
         }
     }
     // Sources without a request sort first. The sort is stable: ties keep the order of sources.
-    waiting.sort_by_key(|(_, fold, ..)| fold.resync.asked.map(|asked| asked.at));
+    waiting.sort_by_key(|(_, state, ..)| state.asked.map(|asked| asked.at));
     waiting
         .into_iter()
         .take(AT_ONCE.saturating_sub(under_way))
-        .map(|(source, fold, reason, above)| {
-            fold.resync.asked = Some(SentRequest { at: now, above });
+        .map(|(source, state, reason, above)| {
+            state.asked = Some(SentRequest { at: now, above });
             ResyncRequest {
                 source: source.clone(),
                 above,

@@ -15,11 +15,10 @@ use warmroute_proto::{
 
 use super::ends::LogClockState;
 use super::history::SourceHistory;
-use super::memory::SetAsideHistory;
 use super::reload::ReloadState;
 use super::removals::{RecentRemovals, RecordPlace};
 use super::resync::ResyncState;
-use super::sources::Touched;
+use super::set_aside::SetAsideHistory;
 use super::{HeartbeatVerdict, RecordVerdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
 
@@ -198,6 +197,13 @@ pub(super) enum Registration {
 pub(super) struct SourceContext {
     pub(super) shim: Registration,
     pub(super) clock: LogClockState,
+}
+
+/// Whether a visitor changed what a source's standing depends on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Touched {
+    Nothing,
+    Standing,
 }
 
 impl SourceFold {

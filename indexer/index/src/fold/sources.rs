@@ -17,7 +17,7 @@ use warmroute_proto::{DpRank, Source, Tiers, WorkerId};
 use super::ends::LogClockState;
 use super::outage::PlaneOutage;
 use super::roster::Roster;
-use super::source::{self, Registration, SourceContext, SourceFold};
+use super::source::{self, Registration, SourceContext, SourceFold, Touched};
 use crate::tree::{SourceNumber, TierMask};
 
 /// Validity of a standing that time alone does not change. Every tick renews it.
@@ -179,13 +179,6 @@ impl KeptStandings {
         let judged = self.numbers.iter().filter_map(|&number| judge(number));
         judged.for_each(|standing| take(&standing));
     }
-}
-
-/// Whether a visitor changed what a source's standing depends on.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Touched {
-    Nothing,
-    Standing,
 }
 
 /// The sources by name.

@@ -14,7 +14,8 @@ use std::hint::black_box;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, LocalHash, PrefixHash};
 
-use super::run::{Run, RunId};
+use super::ids::RunId;
+use super::run::Run;
 use super::{Position, SourceNumber, Tree};
 
 /// The unknown blocks of a store, and where they belong.

@@ -3,16 +3,12 @@
 
 use warmroute_proto::{LocalHash, PrefixHash};
 
-use super::room::heap;
-use super::run::RunId;
+use super::heap::heap;
+use super::ids::{BlockPlace, RunId};
 
 pub(super) const CHUNK: usize = 16;
 /// Chunks of a segment.
 const SEGMENT: usize = 256;
-
-/// A block's address: chunk number times 16, plus the index in the chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct BlockPlace(pub(super) u32);
 
 /// 16 local hashes, then their 16 prefix hashes.
 type Chunk = [u64; 2 * CHUNK];

@@ -10,7 +10,8 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use super::blocks::CHUNK;
-use super::run::{BLOCKS_MAX, RunId};
+use super::ids::RunId;
+use super::run::BLOCKS_MAX;
 use super::spans::Spans;
 use super::{Position, SourceNumber, TierMask, Tree};
 

@@ -4,7 +4,8 @@ use std::hint::black_box;
 
 use warmroute_proto::{PrefixHash, Tier, Tiers};
 
-use super::run::{Run, RunId};
+use super::ids::RunId;
+use super::run::Run;
 use super::spans::RunWalk;
 use super::{Position, SourceNumber, TierMask, Tree};
 

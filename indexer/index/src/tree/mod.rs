@@ -21,6 +21,8 @@
 mod ahead;
 mod blocks;
 mod dump;
+mod heap;
+mod ids;
 mod image;
 mod lookup;
 mod remove;
@@ -36,8 +38,9 @@ use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use self::ahead::Grown;
 use self::blocks::{BlockArena, CHUNK};
+use self::ids::RunId;
 use self::room::Trim;
-use self::run::{Run, RunId};
+use self::run::Run;
 use self::runs::RunArena;
 use self::table::PrefixTable;
 
@@ -149,7 +152,7 @@ struct SourceHoldings {
 
 impl SourceHoldings {
     const fn list_bytes(&self) -> usize {
-        room::heap(self.runs.capacity() * size_of::<RunId>())
+        heap::heap(self.runs.capacity() * size_of::<RunId>())
     }
 }
 

@@ -3,8 +3,8 @@
 use warmroute_proto::{PrefixHash, Tier};
 
 use super::blocks::CHUNK;
+use super::ids::RunId;
 use super::room::Trim;
-use super::run::RunId;
 use super::store::Range;
 use super::{ChangeError, Position, SourceHoldings, SourceNumber, Tree};
 

@@ -5,17 +5,8 @@
 //! fold adds it.
 
 use super::blocks::CHUNK;
-use super::run::RunId;
+use super::ids::RunId;
 use super::{SourceHoldings, Tree};
-
-/// Bytes of an allocation with the allocator's header and rounding.
-pub(super) const fn heap(bytes: usize) -> usize {
-    match bytes {
-        0 => 0,
-        1..24 => 32,
-        _ => (bytes + 8).next_multiple_of(16),
-    }
-}
 
 /// Return of free memory without a reserve.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -4,26 +4,11 @@
 
 use warmroute_proto::{PrefixHash, Tier};
 
-use super::blocks::{BlockPlace, CHUNK};
-use super::room::heap;
+use super::blocks::CHUNK;
+use super::heap::heap;
+use super::ids::{BlockPlace, RunId};
 use super::spans::Spans;
 use super::{SourceNumber, TierMask};
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct RunId(pub(super) u32);
-
-impl RunId {
-    /// No run: the parent of runs at depth 0, and the end of a list.
-    pub(super) const NONE: Self = Self(u32::MAX);
-
-    pub(super) const fn index(self) -> usize {
-        self.0 as usize
-    }
-
-    pub(super) fn some(self) -> Option<Self> {
-        (self != Self::NONE).then_some(self)
-    }
-}
 
 /// Maximum blocks of a run; a longer path continues in a child run. Bounds the cost of changing
 /// spans.

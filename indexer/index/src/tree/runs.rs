@@ -2,8 +2,9 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::room::heap;
-use super::run::{Run, RunId};
+use super::heap::heap;
+use super::ids::RunId;
+use super::run::Run;
 
 /// Runs of a segment: 64 KiB.
 const SEGMENT: usize = if cfg!(test) { 2 } else { 512 };

@@ -3,7 +3,7 @@
 use warmroute_proto::{Tier, Tiers};
 
 use super::TierMask;
-use super::room::heap;
+use super::heap::heap;
 
 /// Pieces of equal tiers from the run's first block on, each as its end times 8 plus its tiers.
 /// Neighbours differ, and the last piece has a tier.

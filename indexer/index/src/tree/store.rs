@@ -4,7 +4,8 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{LocalHash, PrefixHash, Tier};
 
 use super::blocks::CHUNK;
-use super::run::{BLOCKS_MAX, Run, RunId};
+use super::ids::RunId;
+use super::run::{BLOCKS_MAX, Run};
 use super::{ChangeError, Position, SourceNumber, Tree};
 
 /// A range of a run's blocks.
@@ -202,7 +203,7 @@ impl Tree {
             }
             let added = &hashes[hashes.len() - rest.len() - (run.len as usize - offset)..];
             for (place, &hash) in (first.0..).zip(&added[..run.len as usize - offset]) {
-                self.table.insert(hash, super::blocks::BlockPlace(place));
+                self.table.insert(hash, super::ids::BlockPlace(place));
             }
         }
         if let Some(&tail) = hashes.last() {

@@ -8,8 +8,9 @@ use std::hint::black_box;
 
 use warmroute_proto::PrefixHash;
 
-use super::blocks::{BlockPlace, CHUNK};
-use super::room::heap;
+use super::blocks::CHUNK;
+use super::heap::heap;
+use super::ids::BlockPlace;
 
 /// Growing a shard blocks readers: with this many it takes microseconds even at tens of millions of
 /// blocks.

@@ -11,15 +11,13 @@
 //!
 //! Pure; files and locks are in the shell's `state_dir`.
 
-mod fields;
 mod schedule;
 
 use warmroute_proto::{BlockSize, DpRank, EngineSeq, Generation, Source, WorkerId};
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::fields::{Field as _, FieldReader, Malformed, write_length};
 use crate::mirror::{self, Mirror, MirrorConfig, MirrorSnapshot};
-pub use fields::Malformed;
-pub(crate) use fields::{Field, FieldReader, write_length};
 pub use schedule::CheckpointSchedule;
 
 const MAGIC: [u8; 8] = *b"WRSHIMCP";

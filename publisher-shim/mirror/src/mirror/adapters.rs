@@ -17,7 +17,7 @@ use warmroute_proto::{LocalHash, PrefixHash};
 use super::Mirror;
 use super::nodes::NodeId;
 use super::store_block::{StoreBlock, root_seed};
-use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
+use crate::fields::{Field, FieldReader, Malformed, write_length};
 use crate::wire::{EngineHash, LoraRef, StoredBlocks};
 
 /// Loads kept apart at a time. Blocks of further ones are not indexed.

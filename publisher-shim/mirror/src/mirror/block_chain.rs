@@ -8,7 +8,7 @@
 use rustc_hash::FxHashMap;
 use sha2::{Digest as _, Sha256};
 
-use crate::checkpoint::{Field as _, FieldReader, Malformed, write_length};
+use crate::fields::{Field as _, FieldReader, Malformed, write_length};
 use crate::wire::{EngineHash, LoraRef, StoredBlocks};
 
 /// `pickle.dumps("vllm-none-hash", protocol=5)`.

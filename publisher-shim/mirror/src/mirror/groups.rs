@@ -9,7 +9,7 @@ use std::num::NonZeroU32;
 use warmroute_proto::{BlockSize, Tier, Tiers};
 
 use super::references::GroupSlot;
-use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
+use crate::fields::{Field, FieldReader, Malformed, write_length};
 use crate::wire::{BlockGroup, GroupKind};
 
 /// More groups than any model has; further ones are not tracked.

@@ -15,7 +15,7 @@
 
 use warmroute_proto::{Tier, TierState, Tiers};
 
-use crate::checkpoint::{Field, FieldReader, Malformed};
+use crate::fields::{Field, FieldReader, Malformed};
 use crate::wire::{LoraRef, StoredBlocks};
 
 /// The operator's declarations about the engine.

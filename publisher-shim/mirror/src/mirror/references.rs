@@ -8,7 +8,7 @@ use std::hash::Hash;
 use rustc_hash::FxHashMap;
 use warmroute_proto::Tier;
 
-use crate::checkpoint::{Field, FieldReader, Malformed};
+use crate::fields::{Field, FieldReader, Malformed};
 
 /// The index of a counted group among those of its tier.
 pub(super) type GroupSlot = u8;

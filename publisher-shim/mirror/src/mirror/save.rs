@@ -18,7 +18,7 @@ use super::orphans::{BlockContent, Orphan, Orphans};
 use super::references::References;
 use super::resume::ResumePoints;
 use super::{Mirror, MirrorConfig, Start};
-use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
+use crate::fields::{Field, FieldReader, Malformed, write_length};
 use crate::wire::EngineHash;
 
 /// A copy of a mirror at one batch, without what can be derived.

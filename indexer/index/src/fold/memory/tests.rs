@@ -120,22 +120,6 @@ fn who_is_not_there_is_not_asked() {
     assert_eq!(live(&mut world, &SMALL, 200), [""; 0]);
 }
 
-#[test]
-fn each_absence_is_longer_than_the_one_before() {
-    let start = crate::tests_support::some_instant();
-    let mut aside = SetAsideHistory::default();
-    let mut now = start;
-    for seconds in [60, 120, 240, 480, 960, 1920, 3840, 3840] {
-        aside.went(now, 1);
-        assert!(!aside.may_return(now + (seconds - 1) * SECOND));
-        now += seconds * SECOND;
-        assert!(aside.may_return(now));
-    }
-    now += 4 * AWAY_MAX;
-    aside.went(now, 1);
-    assert!(aside.may_return(now + AWAY_MIN), "long ago counts no more");
-}
-
 /// Twelve sources of which five fit; each sends its image when requested.
 #[test]
 fn a_fleet_that_does_not_fit_makes_no_loop_of_images() {

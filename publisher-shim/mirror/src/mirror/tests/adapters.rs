@@ -115,7 +115,7 @@ fn a_restored_mirror_keeps_loads_apart() {
     follower.apply(vec![of_load(2, 8, &[], &[1])]);
     let mut bytes = Vec::new();
     follower.mirror.snapshot().write(&mut bytes);
-    let mut reader = crate::checkpoint::FieldReader::new(&bytes);
+    let mut reader = crate::fields::FieldReader::new(&bytes);
     follower.mirror = Mirror::read(known_plain(), &mut reader).unwrap();
     follower.check();
     assert_eq!(found(&follower, &[1, 2]), 1);

@@ -1,7 +1,7 @@
 //! A saved and loaded mirror is the one that lived.
 
 use super::*;
-use crate::checkpoint::{FieldReader, Malformed};
+use crate::fields::{FieldReader, Malformed};
 
 fn bytes_of(mirror: &Mirror) -> Vec<u8> {
     let mut bytes = Vec::new();
