@@ -553,7 +553,7 @@ async fn holders(
 }
 
 #[tokio::test]
-async fn routers_of_both_versions_are_answered() {
+async fn both_forms_of_a_query_are_answered_alike() {
     let server = server(ROOMY).await;
     let plane = plane(&server).await;
     let indexer = Indexer::start(&server.url());

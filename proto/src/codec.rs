@@ -8,10 +8,7 @@
 //! longer). Decoding is bounded by [`MESSAGE_BYTES_MAX`] and by the given bytes: a longer length is
 //! refused before anything is allocated.
 //!
-//! A golden sample of every message of every version lies in `proto/testdata`. Version 1, which had
-//! no checksum, is read and not written.
-
-mod v1;
+//! A golden sample of every message lies in `proto/testdata`.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::enc::EncoderImpl;
@@ -33,11 +30,8 @@ use crate::tenant_use::{TenantLevels, TenantReport};
 use crate::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
 use crate::{Heartbeat, LOOKAHEAD_MAX, Record};
 
-/// The version that is written. Every version up to it is read.
+/// The version that is written and read.
 pub const VERSION: u8 = 2;
-
-/// The first version, without a checksum.
-const VERSION_1: u8 = 1;
 
 const CHECKSUM_BYTES: usize = size_of::<u64>();
 
@@ -73,12 +67,6 @@ pub trait Message: Encode + Decode<()> {
         read(body)
     }
 
-    /// The message in a body of version 1, and the bytes that it takes.
-    #[doc(hidden)]
-    fn of_version_1(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
-        read(body)
-    }
-
     /// Why a well-formed message is refused, if it is.
     #[doc(hidden)]
     fn impossible(&self) -> Option<&'static str> {
@@ -86,20 +74,6 @@ pub trait Message: Encode + Decode<()> {
     }
 }
 
-impl Message for Record {
-    const KIND: u8 = 1;
-
-    fn of_version_1(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
-        read::<v1::RecordV1>(body).map(|(record, taken)| (record.into(), taken))
-    }
-}
-impl Message for Heartbeat {
-    const KIND: u8 = 2;
-
-    fn of_version_1(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
-        read::<v1::HeartbeatV1>(body).map(|(heartbeat, taken)| (heartbeat.into(), taken))
-    }
-}
 impl Message for WorkerEntry {
     const KIND: u8 = 6;
     const EXTENDED: Option<u8> = Some(41);
@@ -144,6 +118,8 @@ macro_rules! kinds {
 }
 
 kinds! {
+    Record = 1,
+    Heartbeat = 2,
     IndexQuery = 3,
     IndexAnswer = 4,
     LoadMessage = 5,
@@ -234,11 +210,10 @@ pub fn seal(bytes: &mut Vec<u8>) {
 /// Decodes bytes that are exactly one message of this kind.
 pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
     let extended = kind(bytes).filter(|kind| Some(*kind) == M::EXTENDED);
-    let (version, body) = body(bytes, extended.unwrap_or(M::KIND))?;
-    let (message, taken) = match (version, extended) {
-        (VERSION_1, _) => M::of_version_1(body)?,
-        (_, None) => read(body)?,
-        (_, Some(_)) => M::of_extended(body)?,
+    let body = body(bytes, extended.unwrap_or(M::KIND))?;
+    let (message, taken) = match extended {
+        None => read(body)?,
+        Some(_) => M::of_extended(body)?,
     };
     match (body.len() - taken, message.impossible()) {
         (0, None) => Ok(message),
@@ -249,7 +224,7 @@ pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
 
 /// The messages of an encoded [`LoadFrame`], without a copy.
 pub fn frame_messages(bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
-    let (_, body) = body(bytes, LoadFrame::KIND)?;
+    let body = body(bytes, LoadFrame::KIND)?;
     let (messages, taken) = bincode::borrow_decode_from_slice(body, CONFIG)?;
     match body.len() - taken {
         0 => Ok(messages),
@@ -257,26 +232,25 @@ pub fn frame_messages(bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
     }
 }
 
-/// The version and the body of a message of this kind.
-fn body(bytes: &[u8], expected: u8) -> Result<(u8, &[u8]), DecodeError> {
+/// The body of a message of this kind.
+fn body(bytes: &[u8], expected: u8) -> Result<&[u8], DecodeError> {
     if bytes.len() > MESSAGE_BYTES_MAX {
         return Err(DecodeError::TooLong(bytes.len()));
     }
     let &[version, kind, ..] = bytes else {
         return Err(DecodeError::TooShort(bytes.len()));
     };
-    let whole = match version {
-        VERSION => checked(bytes)?,
-        VERSION_1 => bytes,
-        other => return Err(DecodeError::Version(other)),
-    };
+    if version != VERSION {
+        return Err(DecodeError::Version(version));
+    }
+    let whole = checked(bytes)?;
     if kind != expected {
         return Err(DecodeError::Kind {
             expected,
             found: kind,
         });
     }
-    Ok((version, whole.get(2..).unwrap_or_default()))
+    Ok(whole.get(2..).unwrap_or_default())
 }
 
 /// The bytes before the checksum, if it is correct.

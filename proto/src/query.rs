@@ -96,7 +96,7 @@ impl UnknownReason {
 }
 
 /// Whether a source's shim has seen no event of its engine and has no connection to its events: the
-/// one cause of `unknown` without a reason, since earlier versions read no further one.
+/// one cause of `unknown` without a reason.
 #[must_use]
 pub const fn is_without_events(state: SourceState, reason: Option<UnknownReason>) -> bool {
     matches!((state, reason), (SourceState::Unknown, None))
@@ -143,8 +143,7 @@ pub struct SourceAnswer {
     pub run: Tiers<u32>,
 }
 
-/// Asks whether a source has held one block without interruption since a record. A reader of an
-/// earlier version does not answer.
+/// Asks whether a source has held one block without interruption since a record.
 ///
 /// The record is named twice: a log that lost its end gives positions again, and a generation whose
 /// records and key are lost gives numbers again.

@@ -48,7 +48,7 @@ pub struct ViewPage {
     pub more: bool,
 }
 
-/// Asks an indexer replica what went wrong there. Earlier versions do not answer.
+/// Asks an indexer replica what went wrong there.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ReplicaFaultsRequest {}
 

@@ -41,29 +41,22 @@ fn every_sample_is_in_the_corpus_and_one_decoder_accepts_it() {
         let sample: Vec<u8> = pairs.map(byte).collect();
         let name = path.file_stem().unwrap();
         let kept = std::fs::read(root.join("fuzz/corpus/codec").join(name));
-        assert_eq!(
-            kept.ok(),
-            Some(sample.clone()),
-            "{name:?} is not in the corpus"
-        );
-        // Its later form has the number of a record.
-        let is_refused = name == "v2_hold_query";
-        let accepting = drive::messages(&sample);
-        assert_eq!(accepting, usize::from(!is_refused), "{name:?}");
+        let is_kept = kept.is_ok_and(|kept| kept == sample);
+        assert!(is_kept, "{name:?} is not in the corpus");
+        assert_eq!(drive::messages(&sample), 1, "{name:?}");
         samples += 1;
     }
-    assert!(samples >= 60, "the samples were not read");
+    assert!(samples >= 45, "the samples were not read");
 }
 
 proptest! {
     #[test]
     fn decoding_is_total_and_canonical(
         mut bytes in prop::collection::vec(any::<u8>(), 0..200),
-        version in 1..=VERSION,
-        kind in 0u8..42,
+        kind in 0u8..43,
     ) {
         if let [first, second, ..] = bytes.as_mut_slice() {
-            *first = version;
+            *first = VERSION;
             *second = kind;
         }
         drive::codec(&bytes);

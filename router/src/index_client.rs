@@ -4,8 +4,7 @@
 //! no good answer, a second one is queried, and the first good answer counts. While no replica is
 //! known by name the query goes to the subject that all of them serve.
 //!
-//! A replica whose roster is read gets the compact query. Others, also those of earlier versions,
-//! get the full one.
+//! A replica whose roster is read gets the compact query. Others get the full one.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -124,7 +123,7 @@ impl IndexClient {
     }
 
     /// Queries one block of one source at a replica, at any without one. A replica that does not
-    /// answer is not held against it: one of an earlier version never does.
+    /// answer is not blamed.
     pub(crate) async fn hold(
         &self,
         query: &HoldQuery,

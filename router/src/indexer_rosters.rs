@@ -24,7 +24,7 @@ const POLL_MIN: Duration = Duration::from_millis(10);
 /// Deadline of one page.
 const PAGE_DEADLINE: Duration = Duration::from_millis(500);
 
-/// Interval for a replica without a roster: one of an earlier version, or one that is away.
+/// Interval for a replica that does not answer.
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The completely read rosters, by replica.

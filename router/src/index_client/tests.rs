@@ -45,8 +45,7 @@ const LOG: StreamIdentity = StreamIdentity {
     nonce: 1,
 };
 
-/// Serves full queries with this position, as a replica of an earlier version does, or never
-/// answers.
+/// Serves full queries with this position, as a replica without a roster does, or never answers.
 async fn serve(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, position: Option<u64>) {
     let mut requests = plane.serve(subjects().query_at(id)).await.unwrap();
     let mut unanswered = Vec::new();
@@ -338,7 +337,7 @@ async fn an_answer_of_another_roster_is_refused_and_the_roster_read_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_replica_of_an_earlier_version_gets_full_queries() {
+async fn a_replica_without_a_roster_gets_full_queries() {
     let (plane, tasks) = (plane(), TaskTracker::new());
     serve(&tasks, &plane, "old", Some(7)).await;
     let client = client(&plane, &["old"]);

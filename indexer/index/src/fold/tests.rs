@@ -268,7 +268,6 @@ fn heartbeat_states_replace_the_records() {
     assert_eq!(world.state(W), SourceState::Unverified);
 }
 
-/// Without a reason, since earlier versions read no further one.
 #[test]
 fn a_stale_claim_without_any_batch_is_unknown_without_a_reason() {
     let mut world = world();
