@@ -7,8 +7,8 @@ use warmroute_proto::load::{
 use warmroute_proto::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, RegistryWrite};
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
-    DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest,
-    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, RouterDoubts,
+    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
@@ -59,7 +59,6 @@ pub(crate) fn messages(data: &[u8]) -> usize {
         canonical::<HoldQuery>(data),
         canonical::<HoldAnswer>(data),
         canonical::<DemotionEntry>(data),
-        canonical::<DrainContext>(data),
         canonical::<RouterFacts>(data),
         canonical::<RouterRefusals>(data),
         canonical::<RouterDoubts>(data),

@@ -20,9 +20,8 @@ use crate::load::{LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest
 use crate::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, RegistryWrite};
 use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
-    DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX,
-    ResyncRequest, RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease,
-    WorkerEntry,
+    DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest,
+    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
@@ -48,24 +47,10 @@ const CONFIG: Configuration<LittleEndian, Fixint, Limit<MESSAGE_BYTES_MAX>> =
         .with_fixed_int_encoding()
         .with_limit::<MESSAGE_BYTES_MAX>();
 
-/// A type with its own kind byte. Kinds are wire values: stable, never reused. Kind 22 was a
-/// `HoldQuery` without a record number.
+/// A type with its own kind byte. Kinds are wire values: stable, never reused. Kinds 22, 30 and 41
+/// are retired.
 pub trait Message: Encode + Decode<()> {
     const KIND: u8;
-
-    /// The kind of bodies with a field that earlier versions do not know, behind those that they do.
-    const EXTENDED: Option<u8> = None;
-
-    #[doc(hidden)]
-    fn kind(&self) -> u8 {
-        Self::KIND
-    }
-
-    /// The message in a body of kind [`Self::EXTENDED`], and the bytes that it takes.
-    #[doc(hidden)]
-    fn of_extended(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
-        read(body)
-    }
 
     /// Why a well-formed message is refused, if it is.
     #[doc(hidden)]
@@ -76,20 +61,6 @@ pub trait Message: Encode + Decode<()> {
 
 impl Message for WorkerEntry {
     const KIND: u8 = 6;
-    const EXTENDED: Option<u8> = Some(41);
-
-    fn kind(&self) -> u8 {
-        if self.lookahead == 0 { Self::KIND } else { 41 }
-    }
-
-    fn of_extended(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
-        let ((entry, lookahead), taken) = read::<(Self, u32)>(body)?;
-        if lookahead == 0 {
-            let what = "an extended entry that extends nothing";
-            return Err(bincode::error::DecodeError::Other(what));
-        }
-        Ok((Self { lookahead, ..entry }, taken))
-    }
 
     fn impossible(&self) -> Option<&'static str> {
         if !(1..=RANKS_MAX).contains(&self.ranks) {
@@ -140,7 +111,6 @@ kinds! {
     DrainEntry = 21,
     HoldAnswer = 23,
     DemotionEntry = 24,
-    DrainContext = 30,
     RouterFacts = 31,
     RosterPageRequest = 25,
     RosterPage = 26,
@@ -192,7 +162,7 @@ pub fn kind(bytes: &[u8]) -> Option<u8> {
 pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, EncodeError> {
     let mut counter = EncoderImpl::new(SizeWriter::default(), CONFIG);
     message.encode(&mut counter)?;
-    let head = [VERSION, message.kind()];
+    let head = [VERSION, M::KIND];
     let body_bytes = counter.into_writer().bytes_written;
     let mut bytes = Vec::with_capacity(head.len() + body_bytes + CHECKSUM_BYTES);
     bytes.extend_from_slice(&head);
@@ -209,12 +179,8 @@ pub fn seal(bytes: &mut Vec<u8>) {
 
 /// Decodes bytes that are exactly one message of this kind.
 pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
-    let extended = kind(bytes).filter(|kind| Some(*kind) == M::EXTENDED);
-    let body = body(bytes, extended.unwrap_or(M::KIND))?;
-    let (message, taken) = match extended {
-        None => read(body)?,
-        Some(_) => M::of_extended(body)?,
-    };
+    let body = body(bytes, M::KIND)?;
+    let (message, taken): (M, usize) = bincode::decode_from_slice(body, CONFIG)?;
     match (body.len() - taken, message.impossible()) {
         (0, None) => Ok(message),
         (0, Some(what)) => Err(DecodeError::Impossible(what)),
@@ -263,8 +229,4 @@ fn checked(bytes: &[u8]) -> Result<&[u8], DecodeError> {
     } else {
         Err(DecodeError::Checksum)
     }
-}
-
-fn read<T: Decode<()>>(body: &[u8]) -> Result<(T, usize), bincode::error::DecodeError> {
-    bincode::decode_from_slice(body, CONFIG)
 }

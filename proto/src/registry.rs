@@ -1,8 +1,5 @@
 //! The registry's values, and the request that asks a shim for a new generation.
 
-use bincode::de::Decoder;
-use bincode::enc::Encoder;
-use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +13,7 @@ pub const RANKS_MAX: u32 = 1024;
 
 /// One worker as its shim registers it. Together with the engine's health it decides whether the
 /// worker is a candidate.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct WorkerEntry {
     pub worker: WorkerId,
     /// Where routers reach the engine's HTTP, without a trailing slash.
@@ -37,7 +34,7 @@ pub struct WorkerEntry {
     pub main_attention_only: bool,
     /// The shim's version.
     pub version: String,
-    /// [`BlockCut::lookahead`]. An entry without any has the bytes of versions that know none.
+    /// [`BlockCut::lookahead`].
     pub lookahead: u32,
 }
 
@@ -65,58 +62,6 @@ impl WorkerEntry {
     pub fn block_cut(&self) -> Option<BlockCut> {
         let lookahead = self.lookahead;
         self.block_size.map(|size| BlockCut { size, lookahead })
-    }
-}
-
-impl Encode for WorkerEntry {
-    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
-        let Self {
-            worker,
-            url,
-            models,
-            loras,
-            ranks,
-            block_size,
-            blocks_per_rank,
-            max_model_len,
-            main_attention_only,
-            version,
-            lookahead,
-        } = self;
-        worker.encode(encoder)?;
-        url.encode(encoder)?;
-        models.encode(encoder)?;
-        loras.encode(encoder)?;
-        ranks.encode(encoder)?;
-        block_size.encode(encoder)?;
-        blocks_per_rank.encode(encoder)?;
-        max_model_len.encode(encoder)?;
-        main_attention_only.encode(encoder)?;
-        version.encode(encoder)?;
-        // A body with it is of another kind.
-        match lookahead {
-            0 => Ok(()),
-            tokens => tokens.encode(encoder),
-        }
-    }
-}
-
-/// Decodes the body without `lookahead`.
-impl<C> Decode<C> for WorkerEntry {
-    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
-        Ok(Self {
-            worker: Decode::decode(decoder)?,
-            url: Decode::decode(decoder)?,
-            models: Decode::decode(decoder)?,
-            loras: Decode::decode(decoder)?,
-            ranks: Decode::decode(decoder)?,
-            block_size: Decode::decode(decoder)?,
-            blocks_per_rank: Decode::decode(decoder)?,
-            max_model_len: Decode::decode(decoder)?,
-            main_attention_only: Decode::decode(decoder)?,
-            version: Decode::decode(decoder)?,
-            lookahead: 0,
-        })
     }
 }
 
@@ -158,17 +103,10 @@ pub struct DrainEntry {
     pub turn: u64,
     /// By the clock of the router that received it, for operators.
     pub set_unix_s: u64,
-}
-
-/// What a drain refers to, besides its [`DrainEntry`], which versions before it read alone. Written
-/// before the entry, and deleted before it; without a counterpart it has no effect.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct DrainContext {
-    pub worker: WorkerId,
-    /// [`DrainEntry::turn`] of the entry that it belongs to.
-    pub turn: u64,
-    /// [`ShimEntry::instance`] when the worker was drained: its life. `None`: no shim held the lease.
+    /// [`ShimEntry::instance`] when the worker was drained: its life. `None` if no shim held the
+    /// lease, and of a worker that serves.
     pub shim: Option<[u8; 16]>,
+    /// When the drain ends.
     pub until: DrainUntil,
 }
 
@@ -179,7 +117,7 @@ pub enum DrainUntil {
     /// When an operator undrains the worker.
     #[default]
     Undone = 0,
-    /// When another shim than [`DrainContext::shim`] registers the worker.
+    /// When another shim than [`DrainEntry::shim`] registers the worker.
     Restart = 1,
 }
 

@@ -15,7 +15,6 @@ const DEMOTED: &str = "demoted";
 const FACTS: &str = "facts";
 const REFUSED: &str = "refused";
 const DOUBTED: &str = "doubted";
-const DRAIN_CONTEXT: &str = "router.drain";
 const CORE: &str = "core";
 const PUT: &str = "core.put";
 
@@ -143,8 +142,7 @@ impl Subjects {
         format!("{}.load.{router}", self.prefix)
     }
 
-    /// Broadcast: the routers' use by tenants. Beside the load messages, where routers may send, and
-    /// apart from them, so that routers of earlier versions do not read it.
+    /// Broadcast: the routers' use by tenants. Beside the load messages, where routers may send.
     #[must_use]
     pub fn tenant_reports(&self) -> String {
         self.with("load", "tenants")
@@ -217,25 +215,6 @@ impl Subjects {
     #[must_use]
     pub fn key_doubts(&self, key: &str) -> Option<RouterId> {
         self.key_router(key.strip_suffix(DOUBTED)?.strip_suffix('.')?)
-    }
-
-    /// Registry: what a worker's drain refers to. Below the routers' keys, where they may write. No
-    /// lease.
-    #[must_use]
-    pub fn drain_context_key(&self, worker: &WorkerId) -> String {
-        self.with(DRAIN_CONTEXT, &encode_name(worker.as_str()))
-    }
-
-    /// Registry: the prefix of what all drains refer to.
-    #[must_use]
-    pub fn drain_context_keys(&self) -> String {
-        self.with(DRAIN_CONTEXT, "")
-    }
-
-    /// The worker whose drain this key describes.
-    #[must_use]
-    pub fn key_drain_context(&self, key: &str) -> Option<WorkerId> {
-        decode_name(self.rest(key, DRAIN_CONTEXT)?).map(WorkerId::from)
     }
 
     /// Registry: the prefix of all keys.

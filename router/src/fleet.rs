@@ -160,11 +160,8 @@ impl Fleet {
     /// When the worker's drain ends. `None`: it is not drained by an operator.
     pub(crate) fn drain_until(&self, worker: &WorkerId) -> Option<DrainUntil> {
         let state = self.state();
-        if state.drains.drain(worker) == DrainState::Serving {
-            return None;
-        }
-        let context = state.drains.context(worker);
-        Some(context.map_or_else(DrainUntil::default, |context| context.until))
+        let entry = state.drains.entry(worker)?;
+        (entry.drain == DrainState::Draining).then_some(entry.until)
     }
 
     pub(crate) fn drain(&self, worker: &WorkerId) -> DrainState {

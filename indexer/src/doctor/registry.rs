@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
-    DemotionEntry, DrainContext, DrainEntry, DrainState, GenerationEntry, IndexerEntry,
-    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, RouterDoubts,
+    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -28,8 +28,6 @@ pub struct Registry {
     pub writer: Option<SnapshotLease>,
     /// Workers that an operator drained.
     pub drained: BTreeMap<WorkerId, DrainEntry>,
-    /// What drains refer to.
-    pub contexts: BTreeMap<WorkerId, DrainContext>,
     pub facts: BTreeMap<RouterId, RouterFacts>,
     /// What the server refuses each router.
     pub refusals: BTreeMap<RouterId, Vec<String>>,
@@ -66,8 +64,6 @@ impl Registry {
             if entry.drain == DrainState::Draining {
                 self.drained.insert(worker, entry);
             }
-        } else if let Some(worker) = subjects.key_drain_context(key) {
-            self.contexts.insert(worker, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_facts(key) {
             self.facts.insert(router, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_refusals(key) {
@@ -153,10 +149,8 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
 fn drained_returned(state: &PlaneState, findings: &mut Findings) {
     let registry = &state.registry;
     for (worker, entry) in &registry.drained {
-        let context = registry.contexts.get(worker);
-        let context = context.filter(|context| context.turn == entry.turn);
         let shim = registry.shims.get(worker).map(|shim| shim.instance);
-        let is_another = context.is_some_and(|context| shim.is_some() && shim != context.shim);
+        let is_another = shim.is_some() && shim != entry.shim;
         let registered = registry.workers.get(worker).filter(|_| is_another);
         let is_new = |source: &Source| {
             let heard = state.heartbeats.get(source);
@@ -227,6 +221,7 @@ fn generations(state: &PlaneState, findings: &mut Findings) {
 #[cfg(test)]
 mod tests {
     use warmroute_proto::Namespace;
+    use warmroute_proto::registry::DrainUntil;
 
     use super::*;
 
@@ -243,6 +238,8 @@ mod tests {
             drain: DrainState::Draining,
             turn: 0,
             set_unix_s: 0,
+            shim: None,
+            until: DrainUntil::Undone,
         };
         let (entry, word) = (
             codec::encode(&entry).unwrap(),

@@ -3,8 +3,8 @@ use std::time::Duration;
 use warmroute_plane::{ClockOffset, PlaneLog, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
-    CreditDoubt, DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil,
-    FailedCheck, IndexerEntry, ModelProblem, RouterDoubts, RouterFacts, ShimEntry, WorkerEntry,
+    CreditDoubt, DemotedSource, DemotionEntry, DrainEntry, DrainState, DrainUntil, FailedCheck,
+    IndexerEntry, ModelProblem, RouterDoubts, RouterFacts, ShimEntry, WorkerEntry,
 };
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
@@ -686,22 +686,17 @@ fn routers_are_judged() {
 
 #[test]
 fn a_drained_worker_that_returned_is_named() {
-    let drain = |state: &mut PlaneState, shim: u8, turn: u64| {
+    let drain = |state: &mut PlaneState, shim: u8| {
         let worker = WorkerId::from("w");
         let entry = DrainEntry {
             worker: worker.clone(),
             drain: DrainState::Draining,
             turn: 3,
             set_unix_s: 0,
-        };
-        let context = DrainContext {
-            worker: worker.clone(),
-            turn,
             shim: Some([shim; 16]),
             until: DrainUntil::Undone,
         };
-        state.registry.drained.insert(worker.clone(), entry);
-        state.registry.contexts.insert(worker, context);
+        state.registry.drained.insert(worker, entry);
     };
     // The engine has published nothing: it is not the one that was drained.
     let is_new = |state: &mut PlaneState| {
@@ -710,18 +705,16 @@ fn a_drained_worker_that_returned_is_named() {
         }
     };
     check(Code::DrainedReturned, |state| {
-        drain(state, 9, 3);
+        drain(state, 9);
         is_new(state);
     });
-    for (shim, turn) in [(1, 3), (9, 2)] {
-        let mut state = healthy();
-        drain(&mut state, shim, turn);
-        is_new(&mut state);
-        assert_eq!(codes(&diagnose(&state)), []);
-    }
+    let mut state = healthy();
+    drain(&mut state, 1);
+    is_new(&mut state);
+    assert_eq!(codes(&diagnose(&state)), []);
     // Only its shim was restarted, or the shim cannot know.
     let mut state = healthy();
-    drain(&mut state, 9, 3);
+    drain(&mut state, 9);
     assert_eq!(codes(&diagnose(&state)), []);
     is_new(&mut state);
     for heard in state.heartbeats.values_mut() {

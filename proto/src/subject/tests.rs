@@ -82,7 +82,6 @@ fn subjects_are_fixed() {
 #[test]
 fn subjects_of_routers_are_fixed() {
     let subjects = Subjects::new(&Namespace::from("prod"));
-    let worker = WorkerId::from("w.0");
     let router = RouterId(*b"0123456789abcdef");
     let hex = "30313233343536373839616263646566";
     assert_eq!(
@@ -100,10 +99,6 @@ fn subjects_of_routers_are_fixed() {
     let facts = subjects.facts_key(router);
     assert_eq!(facts, format!("wr.prod.router.{hex}.facts"));
     assert_eq!(subjects.key_facts(&facts), Some(router));
-    let context = subjects.drain_context_key(&worker);
-    assert_eq!(context, "wr.prod.router.drain.w=2E0");
-    assert_eq!(subjects.key_drain_context(&context).as_ref(), Some(&worker));
-    assert_eq!(subjects.key_router(&context), None);
     for foreign in [
         "wr.prod.router.",
         "wr.prod.router.30",

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use warmroute_proto::WorkerId;
-use warmroute_proto::registry::{DrainContext, DrainEntry, DrainState, DrainUntil};
+use warmroute_proto::registry::{DrainEntry, DrainState, DrainUntil};
 
 /// Age of an entry that may be collected. A router that was cut off for longer may restore a drain
 /// that was undone.
@@ -26,9 +26,6 @@ const RENAMED: Duration = Duration::from_secs(KEPT.as_secs() / 2);
 #[derive(Debug, Default)]
 pub(crate) struct DrainTable {
     records: BTreeMap<WorkerId, DrainRecord>,
-    contexts: BTreeMap<WorkerId, DrainContext>,
-    /// Those of standing drains that the registry lost, or replaced by an older copy's.
-    lost_contexts: BTreeMap<WorkerId, DrainContext>,
 }
 
 /// An entry that has no effect any more.
@@ -37,7 +34,6 @@ pub(crate) struct OutdatedDrain {
     pub worker: WorkerId,
     /// The entry's in the registry.
     pub revision: u64,
-    pub turn: u64,
 }
 
 #[derive(Debug)]
@@ -74,78 +70,40 @@ impl DrainTable {
             .map_or(DrainState::Serving, |entry| entry.drain)
     }
 
-    /// The registry has this context, of the drain of its turn.
-    pub(crate) fn set_context(&mut self, context: DrainContext) {
-        let before = self.contexts.insert(context.worker.clone(), context);
-        self.keep_if_standing(before);
+    /// The drain of a worker, if it ends when another shim registers the worker.
+    pub(crate) fn ends_with_restart(&self, worker: &WorkerId) -> Option<&DrainEntry> {
+        let entry = self.entry(worker)?;
+        let ends = entry.drain == DrainState::Draining && entry.until == DrainUntil::Restart;
+        ends.then_some(entry)
     }
 
-    /// The registry has no context of this worker.
-    pub(crate) fn context_absent(&mut self, worker: &WorkerId) {
-        let before = self.contexts.remove(worker);
-        self.keep_if_standing(before);
-    }
-
-    fn keep_if_standing(&mut self, before: Option<DrainContext>) {
-        let is_lost = |before: &DrainContext| self.is_lost(before);
-        if let Some(lost) = before.filter(is_lost) {
-            self.lost_contexts.insert(lost.worker.clone(), lost);
-        }
-    }
-
-    /// Whether it belongs to a drain that stands, and the registry has none of that turn or a later one.
-    fn is_lost(&self, context: &DrainContext) -> bool {
-        let present = self.contexts.get(&context.worker);
-        self.is_of_standing_drain(context) && present.is_none_or(|now| now.turn < context.turn)
-    }
-
-    fn is_of_standing_drain(&self, context: &DrainContext) -> bool {
-        self.entry(&context.worker)
-            .is_some_and(|entry| entry.drain == DrainState::Draining && entry.turn == context.turn)
-    }
-
-    /// The contexts of standing drains that the registry lacks.
-    pub(crate) fn lost_contexts(&mut self) -> Vec<DrainContext> {
-        let mut lost = std::mem::take(&mut self.lost_contexts);
-        lost.retain(|_, context| self.is_lost(context));
-        self.lost_contexts = lost;
-        self.lost_contexts.values().cloned().collect()
-    }
-
-    /// What the worker's drain refers to. `None`: it is not drained, or by an earlier version.
-    pub(crate) fn context(&self, worker: &WorkerId) -> Option<&DrainContext> {
-        let known = [self.contexts.get(worker), self.lost_contexts.get(worker)];
-        let mut known = known.into_iter().flatten();
-        known.find(|context| self.is_of_standing_drain(context))
-    }
-
-    /// The context of a drain that ends when another shim registers the worker.
-    pub(crate) fn ends_with_restart(&self, worker: &WorkerId) -> Option<&DrainContext> {
-        let context = self.context(worker)?;
-        (context.until == DrainUntil::Restart).then_some(context)
-    }
-
-    /// The write that drains a drained worker again, in a new turn.
-    pub(crate) fn renewal(&self, worker: &WorkerId, now_unix_s: u64) -> Option<DrainWrite> {
-        let known = self.records.get(worker)?;
-        Some(next(worker, known.entry.drain, Some(known), now_unix_s))
-    }
-
-    /// The write that makes `drain` the last entry. `None`: it is.
-    pub(crate) fn next_write(
+    /// The write that drains a worker, `None` if it is drained at least that long.
+    pub(crate) fn drain_write(
         &self,
         worker: &WorkerId,
-        drain: DrainState,
+        until: DrainUntil,
         now_unix_s: u64,
     ) -> Option<DrainWrite> {
         let known = self.records.get(worker);
-        let stands = known.map_or(drain == DrainState::Serving, |record| {
-            record.entry.drain == drain && !record.is_missing
+        let stands = known.is_some_and(|known| {
+            let of = &known.entry;
+            let lasts = until == DrainUntil::Restart || of.until == DrainUntil::Undone;
+            of.drain == DrainState::Draining && lasts && !known.is_missing
         });
         if stands {
             return None;
         }
-        Some(next(worker, drain, known, now_unix_s))
+        let mut write = next(worker, DrainState::Draining, known, now_unix_s);
+        write.entry.until = until;
+        Some(write)
+    }
+
+    /// The write that ends a worker's drain, `None` if there is none.
+    pub(crate) fn end_write(&self, worker: &WorkerId, now_unix_s: u64) -> Option<DrainWrite> {
+        let known = self.records.get(worker)?;
+        let serves = known.entry.drain == DrainState::Serving;
+        let ends = || next(worker, DrainState::Serving, Some(known), now_unix_s);
+        (!serves || known.is_missing).then(ends)
     }
 
     /// The registry has `entry` at `revision`.
@@ -200,7 +158,6 @@ impl DrainTable {
             Some(OutdatedDrain {
                 worker: worker.clone(),
                 revision: record.stored.filter(|_| serves)?,
-                turn: record.entry.turn,
             })
         });
         old.collect()
@@ -245,6 +202,7 @@ impl DrainTable {
     }
 }
 
+/// The write that follows what is known. Its shim is not known here.
 fn next(
     worker: &WorkerId,
     drain: DrainState,
@@ -256,6 +214,8 @@ fn next(
         drain,
         turn: known.map_or(0, |record| record.entry.turn.saturating_add(1)),
         set_unix_s: now_unix_s,
+        shim: None,
+        until: DrainUntil::default(),
     };
     let replaces = known.and_then(|record| record.stored);
     DrainWrite { entry, replaces }
@@ -278,16 +238,10 @@ mod tests {
             ("kept", DrainUntil::Undone),
             ("back", DrainUntil::Undone),
         ] {
-            let write = table.next_write(&worker(name), DrainState::Draining, 100);
+            let write = table.drain_write(&worker(name), until, 100);
             store(&mut table, write.unwrap(), 1);
-            table.set_context(DrainContext {
-                worker: worker(name),
-                turn: 0,
-                shim: None,
-                until,
-            });
         }
-        let write = table.next_write(&worker("back"), DrainState::Serving, 200);
+        let write = table.end_write(&worker("back"), 200);
         store(&mut table, write.unwrap(), 2);
         let is_known = |worker: &WorkerId| worker.as_str() == "here";
 
@@ -302,16 +256,15 @@ mod tests {
         assert_eq!(entry.drain, DrainState::Serving);
         store(&mut table, ends[0].clone(), 3);
 
-        let outdated = |name, revision, turn| OutdatedDrain {
+        let outdated = |name, revision| OutdatedDrain {
             worker: worker(name),
             revision,
-            turn,
         };
         assert_eq!(table.outdated(199 + week), []);
-        assert_eq!(table.outdated(200 + week), [outdated("back", 2, 1)]);
+        assert_eq!(table.outdated(200 + week), [outdated("back", 2)]);
         // The ended drain is kept for as long again.
         let later = table.outdated(100 + 2 * week);
-        assert_eq!(later, [outdated("back", 2, 1), outdated("gone", 3, 1)]);
+        assert_eq!(later, [outdated("back", 2), outdated("gone", 3)]);
 
         // Routers forget what was collected, and restore a drain that was lost.
         table.listed(&BTreeSet::new());
@@ -333,6 +286,8 @@ mod tests {
             drain,
             turn,
             set_unix_s,
+            shim: None,
+            until: DrainUntil::Undone,
         };
         let week = KEPT.as_secs();
         for (drain, set, state, missing) in [
@@ -354,13 +309,15 @@ mod tests {
     #[test]
     fn a_late_event_is_not_taken_for_a_loss() {
         let (mut table, worker) = (DrainTable::default(), WorkerId::from("w"));
-        let store = |table: &mut DrainTable, drain, revision| {
-            let write = table.next_write(&worker, drain, 1).unwrap();
-            table.stored(write.entry.clone(), revision);
-            write.entry
+        let store = |table: &mut DrainTable, write: Option<DrainWrite>, revision| {
+            let entry = write.unwrap().entry;
+            table.stored(entry.clone(), revision);
+            entry
         };
-        let first = store(&mut table, DrainState::Draining, 10);
-        let second = store(&mut table, DrainState::Serving, 11);
+        let write = table.drain_write(&worker, DrainUntil::Undone, 1);
+        let first = store(&mut table, write, 10);
+        let write = table.end_write(&worker, 1);
+        let second = store(&mut table, write, 11);
         // The first one's event comes after the second one's acknowledgement.
         table.stored(first, 10);
         assert_eq!(table.drain(&worker), DrainState::Serving);

@@ -8,12 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use prometheus::IntCounter;
-use tokio::time::{Instant, MissedTickBehavior, interval, interval_at, sleep};
+use tokio::time::{Instant, MissedTickBehavior, interval, interval_at};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PutIf, RegistryEvent, RegistryWatch, Revision};
-use warmroute_proto::registry::{
-    DrainContext, DrainEntry, DrainState, DrainUntil, ShimEntry, WorkerEntry,
-};
+use warmroute_proto::registry::{DrainEntry, DrainState, DrainUntil, ShimEntry, WorkerEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{WorkerId, codec};
 
@@ -31,9 +29,6 @@ const COLLECT_PERIOD: Duration = Duration::from_secs(3600);
 
 /// Attempts to write a drain while other routers write one of the same worker.
 const WRITES_MAX: usize = 4;
-
-/// Time within which a router that wrote what its drain refers to writes the drain, unless it failed.
-const ENTRY_FOLLOWS: Duration = Duration::from_secs(1);
 
 pub struct FleetRegistry {
     pub fleet: Arc<Fleet>,
@@ -58,32 +53,21 @@ impl FleetRegistry {
         worker: &WorkerId,
         until: DrainUntil,
     ) -> Result<(), PlaneError> {
-        self.write_drain(worker, |drains, now| {
-            match (until, drains.ends_with_restart(worker)) {
-                (DrainUntil::Undone, Some(_)) => drains.renewal(worker, now),
-                (DrainUntil::Undone | DrainUntil::Restart, _) => {
-                    drains.next_write(worker, DrainState::Draining, now)
-                }
-            }
-            .map(|write| (write, Some(until)))
-        })
-        .await
+        self.write_drain(worker, |drains, now| drains.drain_write(worker, until, now))
+            .await
     }
 
     /// Ends a worker's drain, with the guarantees of [`Self::drain`].
     pub(crate) async fn undrain(&self, worker: &WorkerId) -> Result<(), PlaneError> {
-        self.write_drain(worker, |drains, now| {
-            let write = drains.next_write(worker, DrainState::Serving, now)?;
-            Some((write, None))
-        })
-        .await
+        self.write_drain(worker, |drains, now| drains.end_write(worker, now))
+            .await
     }
 
     /// Writes what `next` gives, until it gives nothing.
     async fn write_drain(
         &self,
         worker: &WorkerId,
-        next: impl Fn(&DrainTable, u64) -> Option<(DrainWrite, Option<DrainUntil>)>,
+        next: impl Fn(&DrainTable, u64) -> Option<DrainWrite>,
     ) -> Result<(), PlaneError> {
         if !self.drains_read() {
             self.read_drain(worker).await?;
@@ -91,79 +75,18 @@ impl FleetRegistry {
         for _ in 0..WRITES_MAX {
             let now = unix_time().as_secs();
             let write = next(&self.fleet.state().drains, now);
-            let Some((write, until)) = write else {
+            let Some(mut write) = write else {
                 return Ok(());
             };
-            let written = async {
-                if let Some(until) = until {
-                    self.write_context(&write, until).await?;
-                }
-                self.write(write).await
-            };
-            match written.await {
+            if write.entry.drain == DrainState::Draining {
+                write.entry.shim = self.shim_of(worker).await?;
+            }
+            match self.write(write).await {
                 Err(PlaneError::Conflict) => self.read_drain(worker).await?,
                 written => return written,
             }
         }
         Err(unavailable("other routers write drains of this worker"))
-    }
-
-    /// Writes what a drain refers to, before the drain. A drain until undone that another router
-    /// begins in the same turn is not weakened: it gets time for its entry. A conflict: another router
-    /// wrote a context or that entry.
-    async fn write_context(&self, write: &DrainWrite, until: DrainUntil) -> Result<(), PlaneError> {
-        let (worker, turn) = (&write.entry.worker, write.entry.turn);
-        let found = self.stored_context(worker).await?;
-        let is_begun = found.as_ref().is_some_and(|(_, context)| {
-            let context = context.as_ref();
-            context.is_some_and(|of| of.turn == turn && of.until == DrainUntil::Undone)
-        });
-        if is_begun && until == DrainUntil::Restart {
-            sleep(ENTRY_FOLLOWS).await;
-            self.read_drain(worker).await?;
-            let last = self
-                .fleet
-                .state()
-                .drains
-                .entry(worker)
-                .map(|last| last.turn);
-            if last.is_some_and(|last| last >= turn) {
-                return Err(PlaneError::Conflict);
-            }
-        }
-        let context = DrainContext {
-            worker: worker.clone(),
-            turn,
-            shim: self.shim_of(worker).await?,
-            until,
-        };
-        self.put_context(context, found.map(|(revision, _)| revision))
-            .await
-    }
-
-    /// The context in the registry, if it can be read, and its revision.
-    async fn stored_context(
-        &self,
-        worker: &WorkerId,
-    ) -> Result<Option<(Revision, Option<DrainContext>)>, PlaneError> {
-        let found = self
-            .plane
-            .get(self.subjects.drain_context_key(worker))
-            .await?;
-        Ok(found.map(|found| (found.revision, codec::decode(&found.value).ok())))
-    }
-
-    async fn put_context(
-        &self,
-        context: DrainContext,
-        replaces: Option<Revision>,
-    ) -> Result<(), PlaneError> {
-        let condition = replaces.map_or(PutIf::Absent, PutIf::Revision);
-        let key = self.subjects.drain_context_key(&context.worker);
-        let value = codec::encode(&context).map_err(unavailable)?;
-        self.plane.put(key, value.into(), condition, None).await?;
-        self.fleet.state().drains.set_context(context);
-        Ok(())
     }
 
     /// The process that holds the lease of the worker's shim.
@@ -178,19 +101,19 @@ impl FleetRegistry {
     /// Ends the drain of a worker whose life it was to end with. A write that conflicts is left to
     /// its winner.
     async fn end_drain(&self, worker: &WorkerId) -> Result<(), PlaneError> {
-        let context = self.fleet.state().drains.ends_with_restart(worker).cloned();
-        let Some(context) = context else {
+        let drained = self.fleet.state().drains.ends_with_restart(worker).cloned();
+        let Some(drained) = drained else {
             return Ok(());
         };
         let shim = self.shim_of(worker).await?;
-        if shim.is_none() || shim == context.shim {
+        if shim.is_none() || shim == drained.shim {
             return Ok(());
         }
         let now = unix_time().as_secs();
         let write = {
             let state = self.fleet.state();
-            let still = state.drains.ends_with_restart(worker) == Some(&context);
-            let next = || state.drains.next_write(worker, DrainState::Serving, now);
+            let still = state.drains.ends_with_restart(worker) == Some(&drained);
+            let next = || state.drains.end_write(worker, now);
             still.then(next).flatten()
         };
         match write {
@@ -217,7 +140,6 @@ impl FleetRegistry {
         let watch = |prefix| RegistryWatch::new(Arc::clone(&self.plane), prefix);
         let mut workers = watch(self.subjects.worker_keys());
         let mut drains = watch(self.subjects.drain_keys());
-        let mut contexts = watch(self.subjects.drain_context_keys());
         let mut repairs = interval(REPAIR_PERIOD);
         let mut collections = interval_at(Instant::now() + COLLECT_PERIOD, COLLECT_PERIOD);
         for ticks in [&mut repairs, &mut collections] {
@@ -236,7 +158,6 @@ impl FleetRegistry {
                     // Events have their turn however long that took.
                     repairs.reset();
                 }
-                event = contexts.next() => self.context_event(event),
                 event = drains.next() => self.drain_event(event, &drains),
                 event = workers.next() => self.worker_event(event).await,
             }
@@ -292,49 +213,13 @@ impl FleetRegistry {
         }
     }
 
-    fn context_event(&self, event: RegistryEvent) {
-        let (key, entry) = match event {
-            RegistryEvent::Put { key, entry } => (key, entry),
-            RegistryEvent::Gone { key } => {
-                if let Some(worker) = self.subjects.key_drain_context(&key) {
-                    self.fleet.state().drains.context_absent(&worker);
-                }
-                return;
-            }
-            RegistryEvent::Current => return,
-        };
-        match codec::decode::<DrainContext>(&entry.value) {
-            Ok(found) if self.subjects.drain_context_key(&found.worker) == key => {
-                self.fleet.state().drains.set_context(found);
-            }
-            Ok(_) | Err(_) => self.unreadable(&key, "drain context is unreadable"),
-        }
-    }
-
     fn unreadable(&self, key: &str, why: &'static str) {
         tracing::error!(key, why, "registry entry ignored");
         self.unreadable.inc();
     }
 
-    async fn restore_context(&self, lost: DrainContext) -> Result<(), PlaneError> {
-        let found = self.stored_context(&lost.worker).await?;
-        let present = found.as_ref().and_then(|(_, present)| present.as_ref());
-        if present.is_some_and(|present| present.turn >= lost.turn) {
-            // The watch reports it.
-            return Ok(());
-        }
-        self.put_context(lost, found.map(|(revision, _)| revision))
-            .await
-    }
-
-    /// Writes the drains that the registry lacks, and first what they refer to.
+    /// Writes the drains that the registry lacks.
     async fn restore_drains(&self) {
-        let lost = self.fleet.state().drains.lost_contexts();
-        for context in lost {
-            if let Err(error) = self.restore_context(context).await {
-                tracing::debug!(%error, "cannot restore what a drain refers to");
-            }
-        }
         let missing = self.fleet.state().drains.missing();
         for write in missing {
             let worker = write.entry.worker.clone();
@@ -370,27 +255,13 @@ impl FleetRegistry {
             }
         }
         for drain in outdated {
-            // First, so that no later drain of the first turn meets it.
-            let context = self.subjects.drain_context_key(&drain.worker);
-            if let Some(found) = self.plane.get(context.clone()).await? {
-                let of = codec::decode::<DrainContext>(&found.value);
-                // That of a later turn belongs to a drain whose entry is about to be written.
-                if of.is_ok_and(|of| of.turn > drain.turn) {
-                    continue;
-                }
-                self.delete(context, found.revision).await?;
-            }
             let key = self.subjects.drain_key(&drain.worker);
-            self.delete(key, Revision(drain.revision)).await?;
+            match self.plane.delete(key, Revision(drain.revision)).await {
+                Ok(()) | Err(PlaneError::Conflict) => {}
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
-    }
-
-    async fn delete(&self, key: String, revision: Revision) -> Result<(), PlaneError> {
-        match self.plane.delete(key, revision).await {
-            Ok(()) | Err(PlaneError::Conflict) => Ok(()),
-            Err(error) => Err(error),
-        }
     }
 
     async fn write(&self, write: DrainWrite) -> Result<(), PlaneError> {

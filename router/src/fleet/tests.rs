@@ -87,8 +87,12 @@ fn deregister(fleet: &Fleet, worker: &str) {
 
 fn drain(fleet: &Fleet, drain: DrainState) {
     fleet.update(|state| {
-        let write = state.drains.next_write(&"w".into(), drain, 1).unwrap();
-        state.drains.stored(write.entry, 1);
+        let (drains, worker) = (&mut state.drains, WorkerId::from("w"));
+        let write = match drain {
+            DrainState::Draining => drains.drain_write(&worker, DrainUntil::Undone, 1),
+            DrainState::Serving => drains.end_write(&worker, 1),
+        };
+        drains.stored(write.unwrap().entry, 1);
         FleetChange::Published
     });
 }

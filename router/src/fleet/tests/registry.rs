@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_plane::{PutIf, Revision};
 use warmroute_proto::codec;
-use warmroute_proto::registry::{DrainContext, DrainUntil, ShimEntry};
+use warmroute_proto::registry::{DrainUntil, ShimEntry};
 
 use super::super::registry::REPAIR_PERIOD;
 use super::*;
@@ -205,81 +205,19 @@ async fn a_drain_until_restart_ends_with_the_shims_life_and_one_until_undone_doe
     until(DrainState::Draining).await;
 }
 
-async fn stored_context(plane: &Arc<dyn Plane>) -> Option<DrainContext> {
-    let found = plane.get(subjects().drain_context_key(&worker())).await;
-    found
-        .unwrap()
-        .map(|found| codec::decode(&found.value).unwrap())
-}
-
-/// What another router wrote before the entry of its drain.
-async fn put_context(plane: &Arc<dyn Plane>, until: DrainUntil, turn: u64) {
-    let context = DrainContext {
-        worker: worker(),
-        turn,
-        shim: None,
-        until,
-    };
-    let (key, value) = (
-        subjects().drain_context_key(&worker()),
-        codec::encode(&context).unwrap(),
-    );
-    plane
-        .put(key, value.into(), PutIf::Always, None)
-        .await
-        .unwrap();
-}
-
+/// Two routers drain a worker, and neither has read the other's entry.
 #[tokio::test(start_paused = true)]
 async fn a_drain_until_undone_is_not_weakened_in_the_same_turn() {
-    // One router has written its context, the other one all.
-    let plane = plane();
-    put_context(&plane, DrainUntil::Undone, 0).await;
-    let second = registry(&plane);
-    let worker = worker();
-    let entry = async {
-        sleep(Duration::from_millis(200)).await;
-        let entry = DrainEntry {
-            worker: worker.clone(),
-            drain: DrainState::Draining,
-            turn: 0,
-            set_unix_s: unix_time().as_secs(),
-        };
-        let (key, value) = (
-            subjects().drain_key(&worker),
-            codec::encode(&entry).unwrap(),
-        );
-        let put = plane.put(key, value.into(), PutIf::Absent, None);
-        put.await.unwrap();
-    };
-    let drained = second.drain(&worker, DrainUntil::Restart);
-    let ((), drained) = tokio::join!(entry, drained);
-    drained.unwrap();
-    let until = stored_context(&plane).await.map(|context| context.until);
-    assert_eq!(until, Some(DrainUntil::Undone));
-    // The reverse order.
-    let plane = self::plane();
-    put_context(&plane, DrainUntil::Restart, 0).await;
-    let router = registry(&plane);
-    router.drain(&worker, DrainUntil::Undone).await.unwrap();
-    let until = stored_context(&plane).await.map(|context| context.until);
-    assert_eq!(until, Some(DrainUntil::Undone));
-}
-
-/// Its router failed between the two writes, or its turn is over.
-#[tokio::test(start_paused = true)]
-async fn a_context_without_a_drain_says_nothing() {
-    let plane = plane();
-    put_context(&plane, DrainUntil::Undone, 0).await;
-    let router = registry(&plane);
-    let until = async |until| {
-        router.drain(&worker(), until).await.unwrap();
-        assert_eq!(router.fleet.drain_until(&worker()), Some(until));
-        router.undrain(&worker()).await.unwrap();
-    };
-    until(DrainUntil::Restart).await;
-    until(DrainUntil::Undone).await;
-    until(DrainUntil::Restart).await;
+    let (undone, restart) = (DrainUntil::Undone, DrainUntil::Restart);
+    for order in [[undone, restart], [restart, undone]] {
+        let (plane, worker) = (plane(), worker());
+        let [one, other] = [registry(&plane), registry(&plane)];
+        let (first, second) =
+            tokio::join!(one.drain(&worker, order[0]), other.drain(&worker, order[1]));
+        first.and(second).unwrap();
+        let (entry, _) = stored(&plane).await.unwrap();
+        assert_eq!((entry.drain, entry.until), (DrainState::Draining, undone));
+    }
 }
 
 /// The registry is deleted, or restored from a copy that has an earlier drain.
@@ -290,28 +228,20 @@ async fn a_drain_until_restart_ends_also_if_the_registry_lost_it_in_between() {
         register(&plane, 1).await;
         let router = Router::start(&plane);
         router.set_drain(DrainState::Draining).await;
+        let (older, _) = stored(&plane).await.unwrap();
         router.set_drain(DrainState::Serving).await;
         let (registry, restart) = (&router.registry, DrainUntil::Restart);
         registry.drain(&worker(), restart).await.unwrap();
-        // The router's watch sees it.
-        sleep(REPAIR_PERIOD).await;
-        let context = stored_context(&plane).await;
         let (entry, revision) = stored(&plane).await.unwrap();
-        let keys = [
-            subjects().drain_key(&worker()),
-            subjects().drain_context_key(&worker()),
-        ];
-        match has_older_copy {
-            true => put_context(&plane, DrainUntil::Undone, 0).await,
-            false => {
-                let found = plane.get(keys[1].clone()).await.unwrap().unwrap();
-                plane.delete(keys[1].clone(), found.revision).await.unwrap();
-            }
+        let key = subjects().drain_key(&worker());
+        if has_older_copy {
+            let older = Bytes::from(codec::encode(&older).unwrap());
+            plane.put(key, older, PutIf::Always, None).await.unwrap();
+        } else {
+            plane.delete(key, revision).await.unwrap();
         }
-        plane.delete(keys[0].clone(), revision).await.unwrap();
         sleep(2 * REPAIR_PERIOD).await;
         assert_eq!(stored(&plane).await.map(|(entry, _)| entry), Some(entry));
-        assert_eq!(stored_context(&plane).await, context);
         register(&plane, 2).await;
         router
             .until(|router| router.drain() == DrainState::Serving)
@@ -319,7 +249,7 @@ async fn a_drain_until_restart_ends_also_if_the_registry_lost_it_in_between() {
     }
 }
 
-/// A router that restarts in between finds the context in the registry.
+/// A router that restarts in between finds the drain in the registry.
 #[tokio::test(start_paused = true)]
 async fn a_drain_until_restart_ends_after_a_restart_of_all_routers() {
     let plane = plane();
@@ -412,8 +342,6 @@ async fn an_entry_that_says_nothing_is_deleted_for_all_routers() {
     assert!(stored(&plane).await.is_some(), "too young");
     collect(week + 60).await;
     assert_eq!(stored(&plane).await, None);
-    let context = plane.get(subjects().drain_context_key(&worker())).await;
-    assert_eq!(context.unwrap(), None);
     for router in &routers {
         let forgotten = |router: &Router| {
             router
@@ -434,33 +362,6 @@ async fn an_entry_that_says_nothing_is_deleted_for_all_routers() {
         .until(|router| router.drain() == DrainState::Draining)
         .await;
     assert_eq!(stored(&plane).await.unwrap().0.turn, 0);
-}
-
-/// Its context is written before its entry, and a collector may run in between.
-#[tokio::test(start_paused = true)]
-async fn the_context_of_a_drain_that_begins_is_not_collected() {
-    let plane = plane();
-    let router = Router::start(&plane);
-    for drain in [DrainState::Draining, DrainState::Serving] {
-        router.set_drain(drain).await;
-    }
-    let (entry, revision) = stored(&plane).await.unwrap();
-    let context = DrainContext {
-        worker: worker(),
-        turn: entry.turn + 1,
-        shim: None,
-        until: DrainUntil::Restart,
-    };
-    let key = subjects().drain_context_key(&worker());
-    let value = codec::encode(&context).unwrap();
-    let put = plane.put(key.clone(), value.into(), PutIf::Always, None);
-    put.await.unwrap();
-    let later = unix_time().as_secs() + 8 * 86_400;
-    router.registry.collect_drains(later).await.unwrap();
-    let found = plane.get(key).await.unwrap().unwrap();
-    let kept = codec::decode::<DrainContext>(&found.value).unwrap();
-    assert_eq!(kept, context);
-    assert_eq!(stored(&plane).await, Some((entry, revision)));
 }
 
 /// A worker that was drained until its restart and never came back.

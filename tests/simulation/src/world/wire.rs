@@ -137,11 +137,7 @@ impl World {
     /// Whether a router's follower of workers and drains watches these keys.
     fn is_of_fleet(&self, host: usize, prefix: &str) -> bool {
         let subjects = &self.subjects;
-        let watched = [
-            subjects.worker_keys(),
-            subjects.drain_keys(),
-            subjects.drain_context_keys(),
-        ];
+        let watched = [subjects.worker_keys(), subjects.drain_keys()];
         let is_router = matches!(self.hosts[host].kind, Kind::Router(_));
         is_router && watched.iter().any(|watched| watched == prefix)
     }

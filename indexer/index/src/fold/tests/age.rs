@@ -172,7 +172,7 @@ fn what_was_taken_back_does_not_come_back_with_a_late_word() {
     assert_eq!(late.state(), SourceState::Stale);
 }
 
-/// Shims of version 1, or without the log's clock.
+/// Shims without the log's clock.
 #[test]
 fn a_message_without_a_time_counts_from_when_it_is_read() {
     let mut late = Late::new();
