@@ -16,8 +16,8 @@
 # | documentation, dependencies, the indexer's lock under a | –                | all   |
 # |   scheduler, deployment files, packages, benchmarks     |                  |       |
 #
-# A long test has the attribute `#[ignore = "long: ./test.sh --all"]`. Those that take an hour, or
-# another version, are in tests/long.sh.
+# A long test has the attribute `#[ignore = "long: ./test.sh --all"]`. Those that take an hour are in
+# tests/long.sh.
 set -euo pipefail
 cd "$(dirname "$0")"
 . deploy/lib.sh
@@ -80,10 +80,10 @@ step "build"
 executables >"$scratch/tests"
 read -r e2e_folder e2e < <(executables --test e2e)
 if [ -n "$all" ]; then
-  # The first need a release build, the others another version's, or a person.
+  # They need a release build, or a person.
   TEST_ARGUMENTS="--include-ignored --skip a_hundred_thousand_texts_have
     --skip all_characters_in_context_have --skip memory_does_not_grow_under_churn_for_long
-    --skip cost_of_a_tenants --skip plane::cost:: --skip plane::upgrade:: --skip live_page::picture
+    --skip cost_of_a_tenants --skip plane::cost:: --skip live_page::picture
     --skip broken_worker::table"
 else
   TEST_ARGUMENTS=

@@ -1,7 +1,5 @@
 #!/usr/bin/env bash
 # The checks that take minutes to hours. Run before a release.
-#
-#   tests/long.sh [REF]   the version beside this one; without it the oldest that is supported
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/lib.sh
@@ -24,6 +22,3 @@ STEADY_SECS=600 cargo test --locked -p warmroute-tests --test e2e -- --nocapture
 
 step "an engine that swallows requests, before each router"
 tests/fault-table.sh
-
-step "parts of two versions on one plane"
-tests/mixed-versions.sh "${1:-6969b18}"

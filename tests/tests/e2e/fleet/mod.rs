@@ -14,7 +14,6 @@ mod proxy;
 mod report;
 mod runbook;
 pub(crate) mod traffic;
-pub(crate) mod version;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -38,7 +37,6 @@ pub(crate) use process::signal;
 pub(crate) use proxy::{Proxy, Way};
 pub(crate) use report::report;
 pub(crate) use runbook::runbook;
-use version::Version;
 
 pub(crate) const BLOCK: u64 = 16;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -91,8 +89,6 @@ pub(crate) struct Flags {
     pub(crate) links: Links,
     /// Engines that differ from [`Form::USUAL`], from the first on.
     pub(crate) forms: &'static [Form],
-    /// What all parts, and `init`, have at the start.
-    pub(crate) version: Version,
 }
 
 impl Flags {
@@ -105,7 +101,6 @@ impl Flags {
         access: Access::Open,
         links: Links::Direct,
         forms: &[],
-        version: Version::This,
     };
 }
 

@@ -13,8 +13,8 @@ use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
-    Access, Engines, Fleet, Form, INDEXER, Links, Proxy, cluster, router_ports, signal, strings,
-    text, worker_name,
+    Access, Engines, Fleet, Form, INDEXER, Links, Proxy, ROUTER, SHIM, cluster, router_ports,
+    signal, strings, text, worker_name,
 };
 use crate::nats_server::NatsServer;
 
@@ -265,8 +265,7 @@ impl Fleet {
         let mut arguments = self.parts().plane_flags("init");
         arguments.push("init".to_owned());
         arguments.extend(strings(self.flags.init));
-        let binary = self.flags.version.indexer().path;
-        let made = Command::new(binary).args(&arguments).output();
+        let made = Command::new(INDEXER).args(&arguments).output();
         let made = made.expect("the indexer starts");
         let said = String::from_utf8_lossy(&made.stderr);
         assert!(made.status.success(), "init failed: {said}");
@@ -321,7 +320,7 @@ impl Fleet {
             arguments.extend(self.placed(self.flags.last_shim));
         }
         let log = self.place.path(&format!("shim-{index}.log"));
-        let shim = Process::start(self.flags.version.shim(), &log, arguments).await;
+        let shim = Process::start(SHIM, &log, arguments).await;
         self.distributed
             .as_mut()
             .expect("made before")
@@ -343,8 +342,7 @@ impl Fleet {
             engine,
         ]));
         arguments.extend(strings(&["--kv-endpoint", "tcp://127.0.0.1:9"]));
-        let binary = self.flags.version.shim().path;
-        let run = move || Command::new(binary).args(&arguments).output();
+        let run = move || Command::new(SHIM).args(&arguments).output();
         let ended = tokio::task::spawn_blocking(run).await.expect("it ended");
         let ended = ended.expect("the shim starts");
         let log = String::from_utf8(ended.stderr).expect("text");
@@ -358,7 +356,7 @@ impl Fleet {
         arguments.extend(self.placed(self.flags.indexer));
         let number = self.parts().indexers.len();
         let log = self.place.path(&format!("indexer-{number}.log"));
-        let indexer = Process::start(self.flags.version.indexer(), &log, arguments).await;
+        let indexer = Process::start(INDEXER, &log, arguments).await;
         self.distributed
             .as_mut()
             .expect("made before")
@@ -381,7 +379,7 @@ impl Fleet {
         let log = self
             .place
             .path(&format!("router-{}.log", self.routers.len()));
-        let router = Process::start(self.flags.version.router(), &log, arguments).await;
+        let router = Process::start(ROUTER, &log, arguments).await;
         self.routers.push(router);
     }
 

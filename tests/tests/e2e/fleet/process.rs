@@ -19,25 +19,9 @@ const SETTINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/explain.to
 /// Log lines that a failed test prints.
 const SHOWN_LINES: usize = 60;
 
-/// The binary of a process, and the settings file that its environment names.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Binary {
-    pub(crate) path: &'static str,
-    pub(crate) settings: Option<&'static str>,
-}
-
-impl From<&'static str> for Binary {
-    fn from(path: &'static str) -> Self {
-        Self {
-            path,
-            settings: Some(SETTINGS),
-        }
-    }
-}
-
 /// A child process and its first line: JSON with its addresses.
 pub(crate) struct Process {
-    binary: Mutex<Binary>,
+    binary: &'static str,
     arguments: Vec<String>,
     log: PathBuf,
     running: Mutex<Option<Running>>,
@@ -62,13 +46,9 @@ impl Running {
 
 impl Process {
     /// `arguments` name every port, so that a restarted process is at the same addresses.
-    pub(crate) async fn start(
-        binary: impl Into<Binary>,
-        log: &Path,
-        arguments: Vec<String>,
-    ) -> Self {
+    pub(crate) async fn start(binary: &'static str, log: &Path, arguments: Vec<String>) -> Self {
         let mut process = Self {
-            binary: Mutex::new(binary.into()),
+            binary,
             arguments,
             log: log.to_owned(),
             running: Mutex::default(),
@@ -83,19 +63,16 @@ impl Process {
         self.kill();
         let said = self.log.with_extension("said");
         let log = File::options().create(true).append(true).open(&self.log);
-        let binary = self.binary();
-        let mut command = Command::new(binary.path);
-        if let Some(settings) = binary.settings {
-            command.env("WARMROUTE_CONFIG", settings);
-        }
-        let child = command
+        let name = self.binary;
+        let child = Command::new(name)
             .args(&self.arguments)
+            .env("WARMROUTE_CONFIG", SETTINGS)
             .env("WARMROUTE_LOG", "info")
             .stdin(Stdio::null())
             .stdout(File::create(&said).expect("a file"))
             .stderr(log.expect("a log"))
             .spawn()
-            .unwrap_or_else(|error| panic!("{}: {error}", binary.path));
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
         let watchdog = Watchdog::over(&child);
         *self.running() = Some(Running { child, watchdog });
         let deadline = Instant::now() + PATIENCE;
@@ -104,7 +81,6 @@ impl Process {
             if let Some((line, _)) = text.split_once('\n') {
                 return serde_json::from_str(line).expect("a line of JSON");
             }
-            let name = binary.path;
             assert!(
                 self.is_running(),
                 "{name} ended after its start; {}",
@@ -117,19 +93,6 @@ impl Process {
             );
             sleep(Duration::from_millis(5)).await;
         }
-    }
-
-    /// Ends it as an operator does, and starts another version in its place.
-    pub(crate) async fn replace(&self, binary: Binary) {
-        self.signal("TERM");
-        let status = self.ended().await;
-        assert!(status.success(), "{status}; {}", self.tail());
-        *self.binary.lock().unwrap_or_else(PoisonError::into_inner) = binary;
-        self.restart().await;
-    }
-
-    fn binary(&self) -> Binary {
-        *self.binary.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn running(&self) -> MutexGuard<'_, Option<Running>> {
@@ -188,7 +151,7 @@ impl Process {
             {
                 return status;
             }
-            let name = self.binary().path;
+            let name = self.binary;
             assert!(
                 Instant::now() < deadline,
                 "{name} does not end; {}",

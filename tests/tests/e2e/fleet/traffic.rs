@@ -93,13 +93,6 @@ pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
     read(send(fleet, path, body).await).await
 }
 
-/// Like [`serve`], at one router.
-pub(crate) async fn serve_at(fleet: &Fleet, router: usize, path: &str, body: &Value) -> Served {
-    let url = format!("{}{path}", fleet.routers[router].base());
-    let answer = fleet.http.post(url).json(body).send().await;
-    read(answer.expect("an answer")).await
-}
-
 /// Reads an answer that must be a success, and its headers.
 pub(crate) async fn read(answer: Response) -> Served {
     let status = answer.status();

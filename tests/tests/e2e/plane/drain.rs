@@ -58,17 +58,6 @@ async fn served_by(fleet: &Fleet, router: usize) -> BTreeSet<String> {
     workers
 }
 
-/// The first router drains a worker and the second one undrains it.
-pub(super) async fn passes_between_routers(fleet: &Fleet) {
-    for (by, word, state) in [(0, "drain", "draining"), (1, "undrain", "serving")] {
-        let (status, _) = say(fleet, by, WORKERS[0], word).await;
-        assert_eq!(status, StatusCode::OK, "{word}");
-        for router in 0..2 {
-            heard(fleet, router, WORKERS[0], state).await;
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drained_worker_gets_nothing_new_from_any_router_until_it_is_undrained() {
     let flags = Flags {

@@ -30,6 +30,5 @@ mod server_restart;
 mod shim_restart;
 pub(crate) mod streams;
 mod together;
-mod upgrade;
 mod views;
 mod without_log;
