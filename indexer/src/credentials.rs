@@ -198,11 +198,8 @@ fn revoke(args: &RevokeArgs, unix_secs: u64) -> anyhow::Result<String> {
     };
     let operator = key_of(read(OPERATOR)?.trim(), &KeyPairType::Operator).context(OPERATOR)?;
     for name in [ACCOUNTS, RESIZE] {
-        // Earlier versions made no other.
-        if name == ACCOUNTS || args.dir.join(name).exists() {
-            let text = revoked(&read(name)?, &user.public_key(), &operator, unix_secs);
-            replace_file(&args.dir.join(name), &text.context(name)?)?;
-        }
+        let text = revoked(&read(name)?, &user.public_key(), &operator, unix_secs);
+        replace_file(&args.dir.join(name), &text.context(name)?)?;
     }
     Ok(format!(
         "{} is revoked once the servers reload {ACCOUNTS}",

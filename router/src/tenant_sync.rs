@@ -31,7 +31,7 @@ const REPORT_PERIOD: Duration = Duration::from_millis(100);
 /// Time after which a router that does not report counts with the n-th part of the limits.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
-/// Longest time to join. Routers of earlier versions send no levels.
+/// Longest time to join. A router that is gone sends no levels.
 const JOIN_MAX: Duration = Duration::from_secs(1);
 
 /// Reports for a new router, which may not have subscribed at the first ones.

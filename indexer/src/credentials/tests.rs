@@ -268,8 +268,6 @@ fn a_revocation_is_signed_by_the_operator_and_changes_nothing_else() {
         }
         assert_eq!(after, before);
     }
-    fs::remove_file(operator.path().join(RESIZE)).unwrap();
-    operator.revoke(&user).expect("earlier versions made none");
     assert!(
         operator
             .revoke(&KeyPair::new_account().public_key())

@@ -143,7 +143,7 @@ async fn a_router_beside_others_waits_for_what_they_left() {
     assert!((100..=102).contains(&row.requests.claim), "{row:?}");
 }
 
-/// A router of an earlier version, or one that is dead.
+/// A router that is dead.
 #[tokio::test(start_paused = true)]
 async fn a_router_does_not_wait_long_for_one_that_sends_nothing() {
     let world = World::start();

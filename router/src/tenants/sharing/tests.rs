@@ -339,7 +339,7 @@ fn a_new_limit_is_shared_from_the_first_moment() {
     assert_eq!(admitted, [5; 4]);
 }
 
-/// A router of an earlier version does not report.
+/// A router that is gone does not report.
 #[test]
 fn a_router_without_reports_has_an_equal_part() {
     let mut net = Net::new(4, &per_second(100));
