@@ -195,14 +195,16 @@ fn show(terms: &Terms, names: &Names) -> Value {
         "foreign_requests": terms.foreign_requests,
         "foreign_prefill_blocks": terms.foreign_prefill_blocks,
         "foreign_decode_blocks": terms.foreign_decode_blocks,
-        "slowness": terms.slowness,
+        "slowness": terms.factors.slowness,
         "time_ms": {
             "queue": terms.time.queue * 1e3,
             "foreign": terms.time.foreign * 1e3,
             "prefill": terms.time.prefill * 1e3,
             "decode": terms.time.decode * 1e3,
         },
+        "factors": { "prefill": terms.factors.prefill, "decode": terms.factors.decode },
         "cost": terms.cost,
+        "is_near": terms.is_near,
         "probability": terms.probability,
     })
 }

@@ -156,6 +156,17 @@ pub fn total(weight: f64, prefill_blocks: f64, prediction_blocks: f64, decode_bl
     weight * (prefill_blocks - prediction_blocks).max(0.0) + decode_blocks
 }
 
+/// What a cost multiplies its terms by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostFactors {
+    /// Prompt tokens to compute, beyond those predicted to be cached.
+    pub prefill: f64,
+    /// What is held or generated.
+    pub decode: f64,
+    /// Part of the others for a slow source under `kv`, else 1.
+    pub slowness: f64,
+}
+
 /// Weight of a second that running requests lose against a second until this first token.
 const RUNNING: f64 = 0.1;
 
@@ -180,6 +191,16 @@ impl TimeTerms {
         let running = self.prefill * f64::from(active_requests) + self.decode;
         self.queue + self.foreign + self.prefill + RUNNING * running
     }
+
+    /// What the cost multiplies `prefill` and `decode` by. The other terms count once.
+    #[must_use]
+    pub fn factors(active_requests: u32) -> CostFactors {
+        CostFactors {
+            prefill: 1.0 + RUNNING * f64::from(active_requests),
+            decode: RUNNING,
+            slowness: 1.0,
+        }
+    }
 }
 
 /// Predicted times that differ by less are equal: a share, and seconds.
@@ -189,15 +210,23 @@ const NEAR_SECS: f64 = 0.002;
 /// Added per active request, so that of near times the source with the fewest wins.
 const ACTIVE_SECS: f64 = 1e-6;
 
-/// The cost of a source whose time is near the lowest, and of the others as it is.
+/// Whether a time is so near the lowest that the load decides between them.
+#[must_use]
+pub fn is_near_time(time: f64, lowest: f64) -> bool {
+    time <= near_max(lowest)
+}
+
+/// The value by which a source whose time is near the lowest is compared, and the time of others.
 #[must_use]
 pub fn level_near_time(time: f64, lowest: f64, active_requests: u32) -> f64 {
-    let near = lowest * (1.0 + NEAR_SHARE) + NEAR_SECS;
-    if time <= near {
-        near + ACTIVE_SECS * f64::from(active_requests)
-    } else {
-        time
+    match is_near_time(time, lowest) {
+        true => near_max(lowest) + ACTIVE_SECS * f64::from(active_requests),
+        false => time,
     }
+}
+
+fn near_max(lowest: f64) -> f64 {
+    lowest * (1.0 + NEAR_SHARE) + NEAR_SECS
 }
 
 /// Tokens that this request adds to the source's outstanding prefill: its prompt less credited and

@@ -9,7 +9,7 @@ use warmroute_proto::{BlockCut, Tiers};
 
 use super::backlog::BacklogTime;
 use super::candidates::Candidate;
-use super::cost::{self, TimeTerms};
+use super::cost::{self, CostFactors, TimeTerms};
 use super::decide::{DecisionBasis, DecisionInput};
 use super::engine_load::ForeignLoad;
 use super::index_view::TrustedSource;
@@ -44,13 +44,12 @@ pub struct Terms {
     /// What they add to the outstanding prefill and to the blocks held.
     pub foreign_prefill_blocks: f64,
     pub foreign_decode_blocks: f64,
-    /// Prompt tokens of the source's requests without a first token.
-    pub queued_tokens: u64,
     pub time: TimeTerms,
-    /// Factor of a slow source under `kv`, else 1.
-    pub slowness: f64,
+    pub factors: CostFactors,
     /// In seconds under `time`, else in blocks of the prompt's first cut.
     pub cost: f64,
+    /// Under `time`: near the lowest cost, so that active requests decide.
+    pub is_near: bool,
     /// The probability that the policy chooses it.
     pub probability: f64,
 }
@@ -75,7 +74,7 @@ pub struct ComparedCandidate {
     pub source: SourceId,
     /// Active requests, foreign ones included.
     pub requests: u32,
-    /// As [`Terms::cost`].
+    /// As [`Terms::cost`], but near times differ by active requests alone.
     pub cost: f64,
     /// As [`Terms::expected_blocks`].
     pub expected_blocks: u32,
@@ -166,11 +165,20 @@ impl<'a> CandidateScale<'a> {
         let loads = self.loads(id);
         let blocks = load_blocks(cut, candidate, value, &loads);
         let time = self.time(cut, candidate, value, &loads);
-        let (slowness, cost) = if input.knobs.policy.is_timed() {
-            (1.0, time.total(loads.requests()))
+        let (cost, factors) = if input.knobs.policy.is_timed() {
+            let requests = loads.requests();
+            (time.total(requests), TimeTerms::factors(requests))
         } else {
+            let cost = self.block_cost(cut, candidate, value, blocks);
             let slowness = input.slowness.slowness(id, input.now);
-            (slowness, self.block_cost(cut, candidate, value, blocks))
+            let decode = slowness * self.unit(cut);
+            let prefill = decode * input.knobs.overlap_score_weight;
+            let factors = CostFactors {
+                prefill,
+                decode,
+                slowness,
+            };
+            (cost, factors)
         };
         let basis = match known {
             Some(_) | None if credit.reported_blocks > 0 => DecisionBasis::Reported,
@@ -195,10 +203,10 @@ impl<'a> CandidateScale<'a> {
             foreign_requests: loads.foreign.requests,
             foreign_prefill_blocks: blocks.foreign_prefill,
             foreign_decode_blocks: blocks.foreign_decode,
-            queued_tokens: loads.load.prefill_tokens,
-            slowness,
             time,
+            factors,
             cost,
+            is_near: false,
             probability: 0.0,
         }
     }
@@ -276,10 +284,13 @@ impl<'a> CandidateScale<'a> {
         let prefill_blocks = blocks.prefill + blocks.foreign_prefill;
         let decode_blocks = blocks.decode + blocks.foreign_decode;
         let blocks = cost::total(weight, prefill_blocks, value.prediction, decode_blocks);
-        // In blocks of one size, so that candidates can be compared.
+        slowness * blocks * self.unit(cut)
+    }
+
+    /// Makes blocks of one size, so that candidates can be compared.
+    fn unit(&self, cut: &CutMatch<'_>) -> f64 {
         let size = f64::from(cut.prompt.block_tokens());
-        let unit = size / f64::from(input.prompt.block_tokens());
-        slowness * blocks * unit
+        size / f64::from(self.input.prompt.block_tokens())
     }
 }
 

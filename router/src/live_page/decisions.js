@@ -9,7 +9,7 @@ const blocksOf = ({ overlap }) => overlap.gpu + overlap.cpu + overlap.disk;
 const isIn = (decision) => (one) =>
   one.worker === decision.worker && one.dp_rank === decision.dp_rank;
 
-const isTimed = ({ policy }) => policy === "time";
+const isTimed = ({ policy }) => policy === "time" || policy === "approx";
 const cost = (decision, value) =>
   isTimed(decision) ? duration(1000 * value) : `${number(value)} blocks`;
 
@@ -35,24 +35,24 @@ function basis({ rung, state, reported_blocks: reported }) {
 
 // Requests of a source, and those that its engine has from elsewhere.
 const requests = (one) => one.active_requests + one.foreign_requests;
+// A term of predicted time. The requests from elsewhere are in the queue.
 const millis = ({ time_ms: time }, term) => time[term] + (term === "queue" ? time.foreign : 0);
+const factor = ({ factors }, term) => factors[term] ?? 1;
 
 // The term of predicted time that is best against the next source.
 function mainTerm(winner, next) {
+  const part = (one, term) => factor(one, term) * millis(one, term);
   const saved = ["queue", "prefill", "decode"].map((term) => {
-    const weight = term === "decode" ? 0.1 : 1;
-    return { term, ms: weight * (millis(next, term) - millis(winner, term)) };
+    return { term, ms: part(next, term) - part(winner, term) };
   });
   return saved.reduce((best, one) => (one.ms > best.ms ? one : best));
 }
 
-// Costs of near times are made equal except for a microsecond an active request.
-const NEAR_SECS = 1e-3;
-
 export function why(decision) {
   const winner = decision.cheapest.find(isIn(decision));
   if (!winner) return `drawn, and not among the ${decision.cheapest.length} cheapest`;
-  const [next] = decision.cheapest.filter((one) => one !== winner);
+  const others = decision.cheapest.filter((one) => one !== winner);
+  const [next] = others;
   const held = holding(winner);
   if (!next) return `the only candidate; ${held}`;
   if (decision.policy === "round-robin") return "its turn";
@@ -65,12 +65,15 @@ export function why(decision) {
   if (decision.policy === "least-load") {
     return `fewest active requests: ${count(requests(winner))}`;
   }
+  const near = winner.is_near ? others.filter((one) => one.is_near) : [];
+  if (near.length) {
+    const fewest = Math.min(...near.map(requests));
+    const reason = requests(winner) < fewest ? "load" : "a random draw at equal load";
+    const rest = near.length > 1 ? ` and ${count(near.length - 1)} more` : "";
+    return `near ${name(near[0])}${rest}, chosen by ${reason}; ${held}`;
+  }
   const saved = next.cost - winner.cost;
   if (saved < 0) return `drawn with a probability of ${percent(winner.probability)}; ${held}`;
-  if (isTimed(decision) && saved < NEAR_SECS) {
-    const reason = requests(winner) < requests(next) ? "fewer active requests" : "a random draw";
-    return `as fast as ${name(next)}, chosen by ${reason}; ${held}`;
-  }
   if (!isTimed(decision)) {
     if (saved === 0) return `as cheap as ${name(next)}, a random draw; ${held}`;
     return `${cost(decision, saved)} cheaper than ${name(next)}; ${held}`;
@@ -88,16 +91,23 @@ const COLUMNS = [
   ["Expected", (one) => count(one.predicted_blocks), "blocks"],
   ["Active", (one) => count(requests(one)), "requests"],
 ];
+const times = (one, term, value) => {
+  const by = factor(one, term);
+  return by === 1 ? number(value) : `${number(value)} × ${number(by)}`;
+};
+// The terms of a row, each times its factor, add up to its cost.
 const TIME_COLUMNS = [
   ["Queue", (one) => number(millis(one, "queue")), "ms"],
-  ["Prefill", (one) => number(one.time_ms.prefill), "ms"],
-  ["Decode", (one) => number(one.time_ms.decode), "ms"],
+  ["Prefill", (one) => times(one, "prefill", one.time_ms.prefill), "ms"],
+  ["Decode", (one) => times(one, "decode", one.time_ms.decode), "ms"],
   ["Cost", (one) => number(1000 * one.cost), "ms"],
 ];
+const prefillBlocks = (one) =>
+  Math.max(0, one.prefill_blocks + one.foreign_prefill_blocks - one.prediction_blocks);
+const decodeBlocks = (one) => one.decode_blocks + one.foreign_decode_blocks;
 const BLOCK_COLUMNS = [
-  ["Prefill", (one) => number(one.prefill_blocks + one.foreign_prefill_blocks), "blocks"],
-  ["Decode", (one) => number(one.decode_blocks + one.foreign_decode_blocks), "blocks"],
-  ["Slowness", (one) => number(one.slowness), "factor"],
+  ["Prefill", (one) => times(one, "prefill", prefillBlocks(one)), "blocks"],
+  ["Decode", (one) => times(one, "decode", decodeBlocks(one)), "blocks"],
   ["Cost", (one) => number(one.cost), "blocks"],
 ];
 const CHANCE = ["Chance", (one) => percent(one.probability)];
@@ -119,6 +129,7 @@ function candidates(decision) {
       return cell;
     });
     if (isWinner) cells[0].append(" ", element("b", {}, "chosen"));
+    else if (one.is_near) cells[0].append(" ", element("small", {}, "near"));
     return element("tr", isWinner ? { class: "winner" } : {}, ...cells);
   });
   const label = "Candidates and the terms of their cost";

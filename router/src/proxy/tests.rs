@@ -927,6 +927,7 @@ async fn a_decision_is_shown_with_its_terms_and_the_reported_tokens() {
     };
     assert!((sum("probability") - 1.0).abs() < 1e-9, "{newest}");
     for terms in cheapest {
+        let factor = |term: &str| terms["factors"][term].as_f64().unwrap();
         let [prefill, expected, decode, cost] = [
             "prefill_blocks",
             "prediction_blocks",
@@ -934,7 +935,8 @@ async fn a_decision_is_shown_with_its_terms_and_the_reported_tokens() {
             "cost",
         ]
         .map(|key| terms[key].as_f64().unwrap());
-        assert!((prefill - expected + decode - cost).abs() < 1e-9, "{terms}");
+        let sum = (prefill - expected) * factor("prefill") + decode * factor("decode");
+        assert!((sum - cost).abs() < 1e-9, "{terms}");
         // The request before was answered with a cached block, and there is no index.
         assert_eq!(terms["overlap"]["gpu"], terms["reported_blocks"]);
         let state = match terms["reported_blocks"].as_u64() {

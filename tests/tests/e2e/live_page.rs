@@ -117,14 +117,18 @@ const one = (worker, cost, more = {}) => ({
   worker, dp_rank: 0, state: 'exact', rung: 'index', overlap: { gpu: 0, cpu: 0, disk: 0 },
   reported_blocks: 0, predicted_blocks: 0, active_requests: 1, foreign_requests: 0,
   probability: 0.25,
-  time_ms: { queue: 0, foreign: 0, prefill: 1000 * cost, decode: 0 }, cost, ...more,
+  time_ms: { queue: 0, foreign: 0, prefill: 1000 * cost, decode: 0 }, cost,
+  factors: { prefill: 1, decode: 0.1 }, is_near: false, ...more,
 });
 const held = { overlap: { gpu: 30, cpu: 2, disk: 0 } };
 const decide = (policy, ...cheapest) => ({ policy, worker: 'a', dp_rank: 0, cheapest });
 return import('/live/decisions.js').then(({ why }) => [
   decide('time', one('a', 0.02, held)),
   decide('time', one('a', 0.02, held), one('b', 0.1)),
-  decide('time', one('a', 0.02, { active_requests: 0 }), one('b', 0.02)),
+  decide('time', one('b', 0.02, { is_near: true }),
+    one('a', 0.0201, { active_requests: 0, is_near: true })),
+  decide('approx', one('a', 0.02, { is_near: true }), one('b', 0.02, { is_near: true }),
+    one('c', 0.02, { is_near: true })),
   decide('kv', one('a', 12, { predicted_blocks: 1 }), one('b', 30.5)),
   decide('kv', one('b', 12), one('a', 30)),
   decide('kv', one('b', 12)),
@@ -371,7 +375,9 @@ async fn assert_gives_reasons(browser: &Browser) {
     let expected = json!([
         "the only candidate; 32 blocks cached there (exact)",
         "80 ms less than b, mostly prefill; 32 blocks cached there (exact)",
-        "as fast as b, chosen by fewer active requests; nothing known to be cached there",
+        "near b, chosen by load; nothing known to be cached there",
+        "near b and 1 more, chosen by a random draw at equal load; \
+            nothing known to be cached there",
         "18.5 blocks cheaper than b; 1 block expected there",
         "drawn with a probability of 25 %; nothing known to be cached there",
         "drawn, and not among the 1 cheapest",

@@ -526,6 +526,35 @@ fn under_time_the_fewest_active_requests_decide_between_near_times() {
     }
 }
 
+/// The costs that are shown are those of the terms, although another source is cheaper.
+#[test]
+fn a_choice_among_near_times_shows_true_costs() {
+    let mut fixture = Fixture::of(3);
+    fixture.knobs = Policy::Time.into();
+    fixture.load(1, 0, 0);
+    for (number, micros) in [(0, 280), (1, 100), (2, 9000)] {
+        let id = fixture.id(number);
+        for tokens in (0..100).map(|lesson| lesson * 100) {
+            let elapsed = Duration::from_micros(20_000 + micros * tokens);
+            fixture.speed.ttft.learn(id, tokens, elapsed);
+        }
+    }
+    let decision = fixture.decide(&prompt(16));
+    let [chosen, cheaper, slow] = decision.weighed[..] else {
+        panic!("not three: {:?}", decision.weighed);
+    };
+    assert_eq!(decision.source, source(0));
+    let costs = [cheaper, chosen, slow].map(|terms| terms.cost);
+    assert!(costs.is_sorted(), "{costs:?}");
+    assert_eq!(
+        [chosen, cheaper, slow].map(|terms| terms.is_near),
+        [true, true, false]
+    );
+    for terms in &decision.weighed {
+        assert!((cost_by_terms(terms, Policy::Time) - terms.cost).abs() < 1e-9);
+    }
+}
+
 /// Neither load nor cache moves a session; a worker that is excluded does.
 #[test]
 fn a_session_sticks_to_its_source_for_every_router() {
@@ -668,6 +697,18 @@ fn a_source_whose_engine_is_at_a_bound_is_full() {
     fixture.decide(&prompt(100));
 }
 
+/// The sum that the docs state for the terms of a cost.
+fn cost_by_terms(terms: &Terms, policy: Policy) -> f64 {
+    let (time, factors) = (terms.time, terms.factors);
+    if policy.is_timed() {
+        let own = time.prefill * factors.prefill + time.decode * factors.decode;
+        return time.queue + time.foreign + own;
+    }
+    let prefill = terms.prefill_blocks + terms.foreign_prefill_blocks - terms.prediction_blocks();
+    let decode = terms.decode_blocks + terms.foreign_decode_blocks;
+    prefill.max(0.0) * factors.prefill + decode * factors.decode
+}
+
 proptest! {
     /// The compared value of every candidate is that of its terms, whatever is known of it, and as if
     /// one slot were not open.
@@ -713,6 +754,8 @@ proptest! {
             for candidate in &fixture.candidates {
                 let (compared, terms) = (scale.compared(candidate), scale.terms(candidate));
                 prop_assert_eq!(compared.cost.to_bits(), terms.cost.to_bits());
+                let apart = (cost_by_terms(&terms, policy) - terms.cost).abs();
+                prop_assert_eq!(apart > 1e-9 * terms.cost.max(1.0), false);
                 prop_assert_eq!(compared.requests, terms.requests());
                 prop_assert_eq!(compared.expected_blocks, terms.expected_blocks);
                 let is_silent = compared.knowledge == IndexKnowledge::Silent;

@@ -50,8 +50,10 @@ impl Core {
         let better = decision.filter(|(decision, _)| {
             let margin = self.move_margin(request, source);
             // A source that is left out has a reason, which another request will find out.
-            let stay = decision.compared.iter().find(|one| one.source == source);
-            stay.is_some_and(|stay| stay.cost - decision.chosen.cost > margin)
+            let at = |source| decision.compared.iter().find(|one| one.source == source);
+            let (stay, go) = (at(source), at(decision.chosen.source));
+            stay.zip(go)
+                .is_some_and(|(stay, go)| stay.cost - go.cost > margin)
         });
         let Some((decision, _)) = better else {
             self.moves.counts.stayed += 1;

@@ -405,11 +405,16 @@ fn a_slow_source_loses_its_share_and_a_restart_clears_its_name() {
     let of = |name: &str| core.ttft_ratio(&source(name), now).unwrap();
     assert!(of("a") > 2.0 * of("b"), "{} {}", of("a"), of("b"));
     let terms = &late[0].weighed;
-    assert!(terms.iter().any(|terms| terms.slowness > 1.0));
-    assert!(terms.iter().any(|terms| terms.slowness == 1.0));
+    assert!(terms.iter().any(|terms| terms.factors.slowness > 1.0));
+    assert!(terms.iter().any(|terms| terms.factors.slowness == 1.0));
     let next = prompt(400, 100_000);
     let decision = admit(&mut core, &next, Some(&answer(2, 1, [0; 2])), now).decision;
-    assert!(decision.weighed.iter().all(|terms| terms.slowness == 1.0));
+    assert!(
+        decision
+            .weighed
+            .iter()
+            .all(|terms| terms.factors.slowness == 1.0)
+    );
     assert_eq!(core.ttft_ratio(&source("a"), now), None);
 }
 
