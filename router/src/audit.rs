@@ -85,8 +85,7 @@ impl Auditor {
         let block_tokens = case.decision.claim.block_tokens();
         let credited = u64::from(case.decision.overlap_blocks) * u64::from(block_tokens);
         self.metrics.overlap(credited, cached);
-        let cached = u32::try_from(cached).unwrap_or(u32::MAX);
-        self.audit.reported(&case.decision, &case.prompt, cached);
+        self.audit.reported(&case.decision, &case.prompt, usage);
     }
 }
 
@@ -113,11 +112,16 @@ impl UsageAudit {
         (audit, rechecks)
     }
 
-    /// Takes in the cached tokens that an engine reports of a request.
-    pub fn reported(&self, decision: &Decision, prompt: &Prompt, cached: u32) {
+    /// Takes in the cached tokens that an engine reports of a request, if it reports any.
+    pub fn reported(&self, decision: &Decision, prompt: &Prompt, usage: TokenUsage) {
+        let Some(cached_tokens) = usage.cached_tokens else {
+            return;
+        };
+        let cached = u32::try_from(cached_tokens).unwrap_or(u32::MAX);
         let now = Instant::now().into_std();
         let (verdict, doubts) = {
             let mut core = self.core.core();
+            core.count_reported(usage.prompt_tokens, cached_tokens);
             let verdict = core.audit(decision, prompt, cached, now);
             (verdict, core.take_doubt_events())
         };

@@ -44,7 +44,7 @@ pub struct TrafficTotals {
     pub prompt_tokens: u64,
     /// Prompt tokens that the index credited to the chosen source.
     pub credited_tokens: u64,
-    /// Prompt tokens of the answers whose usage reports cached tokens.
+    /// Prompt tokens, as engines count them, of the answers whose usage reports cached tokens.
     pub reported_prompt_tokens: u64,
     /// Cached tokens of the same answers.
     pub reported_cached_tokens: u64,
@@ -123,10 +123,12 @@ impl Traffic {
         totals.rungs[rung(&decision.chosen)] += 1;
     }
 
-    /// An engine reported the cached tokens of a prompt.
-    pub(crate) fn reported(&mut self, prompt: &Prompt, cached_tokens: u32) {
-        self.totals.reported_prompt_tokens += u64::from(prompt.tokens());
-        self.totals.reported_cached_tokens += u64::from(cached_tokens);
+    /// An engine reported a prompt's tokens, and how many of them were cached.
+    pub(crate) fn reported(&mut self, prompt_tokens: u64, cached_tokens: u64) {
+        let totals = &mut self.totals;
+        // Numbers from outside.
+        totals.reported_prompt_tokens = totals.reported_prompt_tokens.saturating_add(prompt_tokens);
+        totals.reported_cached_tokens = totals.reported_cached_tokens.saturating_add(cached_tokens);
     }
 
     pub(crate) fn first_token(&mut self, source: SourceId, elapsed: Duration, now: Instant) {

@@ -157,6 +157,23 @@ fn prompt() -> Arc<Prompt> {
     Arc::new(Prompt::new(&tokens, size, Seed::PLAIN))
 }
 
+/// The share that engines report needs no estimate of the router, which knows 40 tokens here.
+#[tokio::test]
+async fn reported_tokens_are_those_of_the_engine() {
+    let world = World::with_a_wrong_index(IndexVersion::Present).await;
+    let (auditor, _rechecks) = world.auditor();
+    let (case, _) = world.route(&prompt()).await;
+    let usage = TokenUsage {
+        prompt_tokens: 1_000,
+        completion_tokens: 1,
+        cached_tokens: Some(800),
+    };
+    auditor.reported(case, usage);
+    let totals = world.core.core().traffic().clone();
+    let reported = (totals.reported_prompt_tokens, totals.reported_cached_tokens);
+    assert_eq!(reported, (1_000, 800));
+}
+
 /// As many requests whose engine has nothing as strikes demote a source.
 async fn strike_out(world: &World) {
     let (auditor, rechecks) = world.auditor();

@@ -137,7 +137,7 @@ function share(points, part, whole) {
       sums.part -= part(old);
       sums.whole -= whole(old);
     }
-    return sums.whole > 0 ? Math.min(1, sums.part / sums.whole) : null;
+    return sums.whole > 0 ? sums.part / sums.whole : null;
   });
 }
 

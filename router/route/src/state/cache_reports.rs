@@ -3,6 +3,11 @@
 use super::*;
 
 impl Core {
+    /// Counts the usage that an engine reports with cached tokens.
+    pub fn count_reported(&mut self, prompt_tokens: u64, cached_tokens: u64) {
+        self.traffic.reported(prompt_tokens, cached_tokens);
+    }
+
     /// Compares the credit of a decision with the cached tokens that the engine reported, and keeps
     /// what the report adds to an incomplete index.
     pub fn audit(
@@ -12,7 +17,6 @@ impl Core {
         cached_tokens: u32,
         now: Instant,
     ) -> AuditVerdict {
-        self.traffic.reported(prompt, cached_tokens);
         self.learn(decision, prompt, cached_tokens, now);
         let claim = &decision.claim;
         let whole = prompt;

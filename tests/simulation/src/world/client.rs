@@ -12,6 +12,7 @@ use tokio::time::sleep;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::{Generation, RecordNumber, Source, Tiers, WorkerId};
 use warmroute_router::audit::UsageAudit;
+use warmroute_router::openai::TokenUsage;
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::fleet::{Fleet, RequestResult, TrackedRequest};
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
@@ -406,11 +407,13 @@ impl ClientContext {
             Http::Done(cached_tokens) => {
                 attempt.call.is_over = true;
                 attempt.tracked.report(RequestResult::Answered);
-                if let Some(cached) = cached_tokens {
-                    let cached = u32::try_from(cached).unwrap_or(u32::MAX);
-                    self.audit
-                        .reported(&attempt.decision, &request.prompt, cached);
-                }
+                let usage = TokenUsage {
+                    prompt_tokens: request.prompt.tokens().into(),
+                    completion_tokens: 0,
+                    cached_tokens: cached_tokens.and_then(|tokens| u64::try_from(tokens).ok()),
+                };
+                self.audit
+                    .reported(&attempt.decision, &request.prompt, usage);
                 attempt.slot.end(SlotGuard::complete);
             }
             Http::Rejected => {
