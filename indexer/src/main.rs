@@ -22,10 +22,16 @@ use warmroute_plane::{
 };
 use warmroute_process::access::{BindScope, PortAccess};
 use warmroute_process::args::NatsArgs;
+use warmroute_process::nats::NatsRole;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
 use warmroute_process::{announce, env, host, listen, logs, nats};
+
+const NATS_ROLE: NatsRole = NatsRole {
+    name: "warmroute-indexer",
+    without: "this indexer answers no router and is not ready; requests are routed by load",
+};
 
 fn main() -> ExitCode {
     let args = IndexerArgs::parse();
@@ -156,7 +162,7 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     access.warn_if_closed("http", "--api-key-file");
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
     let tasks = Tasks::new(failures);
-    let nats = nats::join(&config.nats, "warmroute-indexer", &tasks).await?;
+    let nats = nats::join(&config.nats, NATS_ROLE, &tasks).await?;
     let id = format!("{:016x}", Uuid::new_v4().as_u64_pair().0);
     let snapshots = match nats.log() {
         PlaneLog::JetStream => Some(SnapshotConfig {

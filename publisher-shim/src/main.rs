@@ -8,12 +8,19 @@ use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
 use warmroute_process::followed_file::FollowedFile;
+use warmroute_process::nats::NatsRole;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 use warmroute_shim::args::{Args, Config};
 use warmroute_shim::{EngineKey, EngineKeyError, EngineKeySource, Service, StateDir, http};
+
+const NATS_ROLE: NatsRole = NatsRole {
+    name: "warmroute-shim",
+    without: "cache events wait here, this shim is not ready, and after 5 s routers give its worker \
+              no credit; requests are served",
+};
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -53,7 +60,7 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     let port = listener.local_addr().context("the address")?.port();
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
     let tasks = Tasks::new(failures);
-    let nats = nats::join(&config.nats, "warmroute-shim", &tasks).await?;
+    let nats = nats::join(&config.nats, NATS_ROLE, &tasks).await?;
     let service = Service::new(config.shim, nats.plane())?;
     let handle = service.handle();
     if let Some(file) = engine_key {

@@ -3,11 +3,17 @@
 use std::sync::Arc;
 
 use warmroute_plane::Plane;
-use warmroute_process::nats::{self, Nats};
+use warmroute_process::nats::{self, Nats, NatsRole};
 use warmroute_process::tasks::Tasks;
 
 use crate::config::Config;
 use crate::embedded::Embedded;
+
+const NATS_ROLE: NatsRole = NatsRole {
+    name: "warmroute-router",
+    without: "requests are served and routed by load; other routers' load and limits, and changes \
+              of workers, are not seen",
+};
 
 pub(crate) enum Deployment {
     Embedded(Embedded),
@@ -18,7 +24,7 @@ impl Deployment {
     pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         Ok(match &config.nats {
             None => Self::Embedded(Embedded::start(config, tasks)?),
-            Some(args) => Self::Distributed(nats::join(args, "warmroute-router", tasks).await?),
+            Some(args) => Self::Distributed(nats::join(args, NATS_ROLE, tasks).await?),
         })
     }
 

@@ -46,15 +46,17 @@ impl JoiningPlane {
         }
     }
 
-    /// Forwards the state of the plane's connection until the plane ends.
-    pub(crate) async fn forward_connection(&self) {
+    /// Forwards the state of the plane's connection until the plane ends, and reports each change.
+    pub(crate) async fn forward_connection(&self, report: impl Fn(Connection)) {
         let Some(joined) = self.joined.get() else {
             return;
         };
         let mut states = joined.plane.connection();
         loop {
             let state = *states.borrow_and_update();
-            self.connection.send_replace(state);
+            if self.connection.send_replace(state) != state {
+                report(state);
+            }
             if states.changed().await.is_err() {
                 return;
             }

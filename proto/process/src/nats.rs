@@ -105,9 +105,10 @@ const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 17] 
 /// Joins the plane. If no server is reachable, a task keeps trying, and the process starts anyway.
 /// A server that is not set up, or denies access, is an error; found later, it ends the task and
 /// with it the process, so that the reason is at the end of the log.
-pub async fn join(args: &NatsArgs, role: &str, tasks: &Tasks) -> anyhow::Result<Nats> {
+pub async fn join(args: &NatsArgs, role: NatsRole, tasks: &Tasks) -> anyhow::Result<Nats> {
     let server = Server {
-        config: config(args, role)?,
+        config: config(args, role.name)?,
+        role,
         log: log(args)?,
         init: args.init,
     };
@@ -122,6 +123,7 @@ pub async fn join(args: &NatsArgs, role: &str, tasks: &Tasks) -> anyhow::Result<
             tracing::warn!(
                 url = redacted(&server.config.url),
                 why,
+                consequence = role.without,
                 "no NATS server is reachable yet, trying again"
             );
         }
@@ -139,11 +141,33 @@ pub async fn join(args: &NatsArgs, role: &str, tasks: &Tasks) -> anyhow::Result<
     Ok(nats)
 }
 
+/// A process on NATS.
+#[derive(Clone, Copy, Debug)]
+pub struct NatsRole {
+    /// Part of the connection's name.
+    pub name: &'static str,
+    /// What the process does without a server, for the log.
+    pub without: &'static str,
+}
+
 /// How the plane is joined.
 struct Server {
+    role: NatsRole,
     config: NatsConfig,
     log: PlaneLog,
     init: bool,
+}
+
+impl NatsRole {
+    /// Logs a change, once: other parts of the process do not.
+    fn report(self, connection: Connection) {
+        match connection {
+            Connection::Down => {
+                tracing::warn!(consequence = self.without, "NATS is out of reach");
+            }
+            Connection::Up => tracing::info!("NATS is in reach again"),
+        }
+    }
 }
 
 impl Server {
@@ -159,8 +183,13 @@ impl Server {
                 Err(error) => return error,
             }
         }
-        tracing::info!(url = redacted(&self.config.url), log = ?self.log, "plane joined");
-        joining.forward_connection().await;
+        let log = match self.log {
+            PlaneLog::JetStream => "jetstream",
+            PlaneLog::None => "none",
+        };
+        tracing::info!(url = redacted(&self.config.url), log, "plane joined");
+        let report = |connection| self.role.report(connection);
+        joining.forward_connection(report).await;
         NatsError::Unreachable("the client gave up".to_owned())
     }
 

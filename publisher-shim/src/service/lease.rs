@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use warmroute_plane::{
-    LEASE_RENEWAL, LEASE_TTL, LeaseEvent, LeaseHolder, PlaneError, PutIf, Revision,
+    Connection, LEASE_RENEWAL, LEASE_TTL, LeaseEvent, LeaseHolder, PlaneError, PutIf, Revision,
 };
 use warmroute_process::build;
 use warmroute_proto::codec;
@@ -105,7 +105,11 @@ impl WorkerLease {
             }
             LeaseEvent::Renewed(_) => self.leadership,
             LeaseEvent::Lost => {
-                warn!(%worker, "the worker's lease is lost");
+                // A lost connection is reported once for the process.
+                match *self.shared.plane.connection().borrow() {
+                    Connection::Up => warn!(%worker, "the worker's lease is lost"),
+                    Connection::Down => debug!(%worker, "the worker's lease is lost"),
+                }
                 Leadership::Lapsed
             }
             LeaseEvent::HeldElsewhere => Leadership::Yields,
