@@ -290,11 +290,10 @@ async fn metrics_text(State(index): State<IndexPage>) -> Result<Response, HttpEr
     index.get(prometheus::TEXT_FORMAT, text).await
 }
 
-async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
-    if handle.is_ready() {
-        (StatusCode::OK, "ready")
-    } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "catching up")
+async fn ready(State(handle): State<Handle>) -> (StatusCode, String) {
+    match handle.readiness() {
+        Ok(()) => (StatusCode::OK, "ready".to_owned()),
+        Err(why) => (StatusCode::SERVICE_UNAVAILABLE, why.to_string()),
     }
 }
 

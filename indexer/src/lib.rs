@@ -16,7 +16,7 @@ mod service;
 
 pub use metrics::unix_ns;
 pub use service::{
-    Handle, IndexerConfig, READY_LAG_MAX, Replica, Service, SnapshotConfig, TaskFailed,
+    Handle, IndexerConfig, NotReady, READY_LAG_MAX, Replica, Service, SnapshotConfig, TaskFailed,
 };
 pub use warmroute_index::view::{SourceCut, SourceView, TierWords, WorkerView};
 pub use warmroute_index::{fair_lock, fold, query, same_log, snapshot, tree};

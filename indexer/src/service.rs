@@ -9,6 +9,7 @@
 //! answers, `register` keeps this replica's entry; `stall` measures how old what is read may be.
 
 mod follow;
+mod log_reach;
 mod queries;
 mod recent;
 mod register;
@@ -50,6 +51,7 @@ use crate::query;
 use crate::snapshot::Schedule;
 use crate::snapshot::policy::ReadProgress;
 use follow::CutRequest;
+use log_reach::LogReach;
 use recent::RecentEvents;
 
 /// Messages of one pull from the log.
@@ -106,6 +108,19 @@ type Refusals = Box<dyn Fn() -> Vec<String> + Send + Sync>;
 
 type MetricsText = Box<dyn Fn() -> String + Send + Sync>;
 
+/// Why an indexer is not ready.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotReady {
+    #[error("NATS is out of reach")]
+    PlaneAway,
+    #[error("the log cannot be read: {0}")]
+    LogUnreadable(String),
+    #[error("catching up: log and registry are not read yet")]
+    Starting,
+    #[error("catching up: {0} records behind")]
+    Behind(u64),
+}
+
 /// A task of the service ended before the service was stopped.
 #[derive(Debug, thiserror::Error)]
 #[error("a task of the indexer failed")]
@@ -134,6 +149,7 @@ struct Shared {
     /// It is decided what the fold starts from.
     started: AtomicBool,
     connection: watch::Receiver<Connection>,
+    log_reach: LogReach,
     metrics: Metrics,
     more_metrics: OnceLock<MetricsText>,
     refusals: OnceLock<Refusals>,
@@ -188,6 +204,7 @@ impl Service {
             log_first: AtomicU64::new(0),
             started: AtomicBool::new(false),
             connection: plane.connection(),
+            log_reach: LogReach::default(),
             metrics: Metrics::new()?,
             more_metrics: OnceLock::new(),
             refusals: OnceLock::new(),
@@ -411,15 +428,29 @@ impl Handle {
         self.shared.started.load(Ordering::Acquire)
     }
 
-    /// The plane is within reach, it is decided what to start from, and registry and log are read,
-    /// up to a small lag.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        let connected = *self.shared.connection.borrow() == Connection::Up;
-        let started = self.has_started();
+        self.readiness().is_ok()
+    }
+
+    /// Ready: the plane is within reach, it is decided what to start from, and registry and log are
+    /// read, up to a small lag.
+    pub fn readiness(&self) -> Result<(), NotReady> {
+        if *self.shared.connection.borrow() == Connection::Down {
+            return Err(NotReady::PlaneAway);
+        }
+        if let Some(why) = self.shared.log_reach.fault(now()) {
+            return Err(NotReady::LogUnreadable(why));
+        }
         let registry_read = self.shared.registry_read.load(Ordering::Acquire);
         let fold = self.shared.read();
-        connected && started && registry_read && fold.log().is_some() && fold.lag() <= READY_LAG_MAX
+        if !self.has_started() || !registry_read || fold.log().is_none() {
+            return Err(NotReady::Starting);
+        }
+        match fold.lag() {
+            0..=READY_LAG_MAX => Ok(()),
+            lag => Err(NotReady::Behind(lag)),
+        }
     }
 
     /// All metrics in Prometheus' text format.

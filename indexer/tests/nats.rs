@@ -264,6 +264,11 @@ async fn a_stream_deleted_and_recreated_is_resynced() {
     let client = async_nats::connect(server.url()).await.unwrap();
     let jetstream = async_nats::jetstream::new(client);
     jetstream.delete_stream("wr_t").await.unwrap();
+    eventually("it is not ready, and says why", async || {
+        let (status, why) = indexer.get("/readyz").await;
+        status == 503 && why.starts_with("the log cannot be read: ")
+    })
+    .await;
     let (text, ok) = init(&server.url(), ROOMY);
     assert!(ok, "{text}");
     // Without a request it would have to be luck: the new log is filled beyond the old position.
@@ -278,6 +283,7 @@ async fn a_stream_deleted_and_recreated_is_resynced() {
     }
     assert_eq!(last, LogPosition(30));
     publisher.is_exact_at(&indexer).await;
+    assert_eq!(indexer.get("/readyz").await.0, 200);
     assert_eq!(
         indexer
             .metric("logs_broken_total{fit=\"another_log\"}")

@@ -174,7 +174,10 @@ impl FoldWriter {
         let follow = async {
             loop {
                 let Err(error) = self.follow_once(&mut cuts).await;
-                warn!(%error, "the log is taken up again");
+                match self.log_failed(&error) {
+                    true => warn!(%error, "the log is taken up again"),
+                    false => debug!(%error, "the log is taken up again"),
+                }
                 self.shared.metrics.reconnects.inc();
                 self.tick_fold();
                 // Other tasks may get answers of the log that this one did not.
@@ -186,6 +189,19 @@ impl FoldWriter {
             biased;
             () = stop.cancelled() => {}
             () = follow => {}
+        }
+    }
+
+    /// Returns whether to report it: a lost connection is reported once for the process.
+    fn log_failed(&self, error: &PlaneError) -> bool {
+        let connection = *self.shared.connection.borrow();
+        let reach = &self.shared.log_reach;
+        match connection {
+            Connection::Up => reach.failed(error.to_string(), now()),
+            Connection::Down => {
+                reach.cut_off();
+                false
+            }
         }
     }
 
@@ -430,6 +446,7 @@ impl FoldWriter {
             let why = format!("the log changed: {}", look.fit.label());
             return Err(PlaneError::Unavailable(why));
         }
+        self.shared.log_reach.answered();
         let (last, unix_ns) = (look.status.last, look.status.now_unix_ns);
         self.fold.write().observe_end(look.at, last, unix_ns);
         let first = look.status.first.0;
@@ -443,6 +460,7 @@ impl FoldWriter {
             Ok(look) => self.looked(look).map(drop),
             Err(error) => {
                 debug!(%error, "the log's state cannot be asked for");
+                self.log_failed(&error);
                 self.shared.metrics.looks_failed.inc();
                 Ok(())
             }
