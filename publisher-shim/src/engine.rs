@@ -55,6 +55,11 @@ pub trait EngineLink: Send + Sync + 'static {
 
     fn health(&self) -> impl Future<Output = EngineHealth> + Send;
 
+    /// Why the last health check failed, as far as is known.
+    fn fault(&self) -> Option<String> {
+        None
+    }
+
     fn info(&self) -> impl Future<Output = Result<EngineInfo, InfoError>> + Send;
 
     /// Calls so far that can reset the prefix cache; `None` if they are not readable.
@@ -265,6 +270,10 @@ impl EngineLink for VllmEngine {
 
     async fn health(&self) -> EngineHealth {
         self.http.health().await
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.http.fault()
     }
 
     async fn info(&self) -> Result<EngineInfo, InfoError> {

@@ -17,6 +17,6 @@ mod state_dir;
 
 pub use config::{Endpoints, OUTBOX_BYTES_MAX, ShimConfig};
 pub use engine::{EngineKey, EngineKeyError, EngineKeySource};
-pub use service::{Error, Handle, NotReady, Service, TaskFailed};
+pub use service::{EngineFault, Error, Handle, NotReady, Service, TaskFailed};
 pub use state_dir::{CheckpointStore, StateDir, StateDirError};
 pub use warmroute_mirror::{checkpoint, mirror, source, wire};

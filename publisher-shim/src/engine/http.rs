@@ -3,12 +3,12 @@
 //! Every answer is optional: engines differ by version and set-up. Parsing is pure and tolerant.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
 use std::fmt;
 use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use reqwest::header::{AUTHORIZATION, HeaderValue};
@@ -119,8 +119,8 @@ pub(super) struct EngineHttp {
     http: reqwest::Client,
     url: String,
     key: EngineKeySource,
-    /// TLS failed, and that was logged.
-    tls_failed: Arc<AtomicBool>,
+    /// Why the last health check failed.
+    fault: Arc<Mutex<Option<String>>>,
     has_metrics: bool,
 }
 
@@ -151,6 +151,21 @@ impl EventRoute {
     }
 }
 
+/// Why a request failed: its innermost cause.
+fn failure(error: &reqwest::Error) -> String {
+    if let Some(why) = tls::failure_of(error) {
+        return format!("{why}: {}", InfoError::Tls);
+    }
+    if error.is_timeout() {
+        return "no answer in time".to_owned();
+    }
+    let mut cause: &dyn Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}
+
 fn with_key(request: RequestBuilder, key: &EngineKeySource) -> RequestBuilder {
     match key.current() {
         Some(EngineKey(key)) => request.header(AUTHORIZATION, key),
@@ -169,7 +184,7 @@ impl EngineHttp {
             http: client.build()?,
             url: url.trim_end_matches('/').to_owned(),
             key,
-            tls_failed: Arc::default(),
+            fault: Arc::default(),
             has_metrics: true,
         })
     }
@@ -194,17 +209,22 @@ impl EngineHttp {
     pub(super) async fn health(&self) -> EngineHealth {
         let request = self.request(Method::GET, "/health");
         let answer = request.timeout(HEALTH_DEADLINE).send().await;
-        let why = answer.as_ref().err().and_then(tls::failure_of);
-        // Nothing else is read of an engine that is not healthy.
-        let was_failed = self.tls_failed.swap(why.is_some(), Ordering::Relaxed);
-        if let Some(why) = why.filter(|_| !was_failed) {
-            let (url, remedy) = (&self.url, InfoError::Tls);
-            tracing::warn!(url, why, %remedy, "TLS with the engine failed");
-        }
-        match answer {
-            Ok(answer) if answer.status().is_success() => EngineHealth::Healthy,
-            Ok(_) | Err(_) => EngineHealth::Unhealthy,
-        }
+        let fault = match answer {
+            Ok(answer) if answer.status().is_success() => None,
+            Ok(answer) => Some(format!("GET /health: status {}", answer.status())),
+            Err(error) => Some(failure(&error)),
+        };
+        let health = match fault {
+            None => EngineHealth::Healthy,
+            Some(_) => EngineHealth::Unhealthy,
+        };
+        *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+        health
+    }
+
+    pub(super) fn fault(&self) -> Option<String> {
+        let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        fault.clone()
     }
 
     /// Reads all facts. Only the model list is required.

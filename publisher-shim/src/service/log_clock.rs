@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use tracing::warn;
+use tracing::{info, warn};
 use warmroute_plane::Connection;
 
 use super::ShimState;
@@ -23,19 +23,24 @@ pub(super) struct ClockReading {
 
 pub(super) async fn poll(shared: Arc<ShimState>) {
     let mut connection = shared.plane.connection();
+    let mut late = 0;
     loop {
         if *connection.borrow_and_update() == Connection::Up {
             let asked = now();
             match timeout(DEADLINE, shared.plane.log_status()).await {
                 Ok(Ok(status)) => {
+                    late = 0;
+                    report(&shared, Ok(()));
                     shared.clock.send_replace(Some(ClockReading {
                         asked,
                         answered: now(),
                         unix_ns: status.now_unix_ns,
                     }));
                 }
-                Ok(Err(error)) => warn!(%error, "cannot read the log's clock"),
-                Err(_) => warn!("the log's clock is late"),
+                Ok(Err(error)) => report(&shared, Err(error.to_string())),
+                // A busy server answers late now and then.
+                Err(_) if late == 0 => late += 1,
+                Err(_) => report(&shared, Err("it does not answer".to_owned())),
             }
         }
         tokio::select! {
@@ -43,6 +48,20 @@ pub(super) async fn poll(shared: Arc<ShimState>) {
             Ok(()) = connection.changed() => {}
             () = sleep(EVERY) => {}
         }
+    }
+}
+
+/// Logs a change.
+fn report(shared: &ShimState, read: Result<(), String>) {
+    let why = read.as_ref().err().cloned();
+    match (shared.log.read(read), why) {
+        (false, _) => {}
+        (true, Some(why)) => warn!(
+            why,
+            "the log cannot be read: not ready, and this worker's credit ends; if its stream is \
+             gone, create it by `warmroute-indexer init`"
+        ),
+        (true, None) => info!("the log can be read again"),
     }
 }
 

@@ -4,8 +4,10 @@
 //! without the lease the mirrors go on silently. [`Handle`] is the read-only view of a running shim.
 
 mod checkpoints;
+mod engine_reach;
 mod lease;
 mod log_clock;
+mod log_health;
 mod rank;
 mod rank_plane;
 
@@ -31,8 +33,11 @@ use crate::engine::{EngineInfo, EngineLink, InfoError, ResetRoutes, VllmEngine};
 use crate::mirror;
 use crate::mirror::LookupDoubt;
 use crate::source::{SourceConfig, SourceStatus, UnverifiedCause};
+pub use engine_reach::EngineFault;
+use engine_reach::EngineReach;
 use lease::{Leadership, WorkerLease};
 use log_clock::ClockReading;
+use log_health::LogHealth;
 use rank::{RankConfig, RankInputs, RankTask};
 use rank_plane::CountingDecoder;
 
@@ -80,6 +85,8 @@ pub(crate) struct ShimState {
     /// The engine's facts are new, and so is the registration.
     facts_changed: Notify,
     pub(crate) decoder: CountingDecoder,
+    log: LogHealth,
+    reach: EngineReach,
     views: RwLock<BTreeMap<DpRank, RankView>>,
     leadership: watch::Sender<Leadership>,
     health: watch::Sender<EngineHealth>,
@@ -110,6 +117,10 @@ impl ShimState {
 pub enum NotReady {
     #[error("NATS is out of reach, or not set up")]
     PlaneAway,
+    #[error("the log cannot be read: {0}")]
+    LogUnreadable(String),
+    #[error("the log takes no records: {0}")]
+    LogRefuses(String),
     #[error("another shim serves this worker")]
     Yields,
     #[error("this shim does not hold the worker's lease")]
@@ -143,17 +154,25 @@ impl Handle {
         *self.shared.health.borrow()
     }
 
+    /// Why the engine does not serve, or cannot be registered.
+    #[must_use]
+    pub fn engine_fault(&self) -> Option<EngineFault> {
+        self.shared.reach.fault()
+    }
+
     /// Whether this shim holds the lease and publishes.
     #[must_use]
     pub fn leads(&self) -> bool {
         matches!(*self.shared.leadership.borrow(), Leadership::Leads { .. })
     }
 
-    /// Ready: this shim publishes, and every source has published its image.
+    /// Ready: this shim publishes, the log takes its records, and every source has published its
+    /// image.
     pub fn readiness(&self) -> Result<(), NotReady> {
         if *self.shared.plane.connection().borrow() == Connection::Down {
             return Err(NotReady::PlaneAway);
         }
+        self.shared.log.check()?;
         match *self.shared.leadership.borrow() {
             Leadership::Leads { .. } => {}
             Leadership::Yields => return Err(NotReady::Yields),
@@ -213,6 +232,8 @@ impl<E: EngineLink> Service<E> {
             refresh: Notify::new(),
             facts_changed: Notify::new(),
             decoder: CountingDecoder::default(),
+            log: LogHealth::default(),
+            reach: EngineReach::new(&config.worker_url, Instant::now()),
             views: RwLock::new(BTreeMap::new()),
             leadership: watch::Sender::new(Leadership::Unknown),
             health: watch::Sender::new(EngineHealth::Unknown),
@@ -367,6 +388,8 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         let was_healthy = *shared.health.borrow() == EngineHealth::Healthy;
         shared.health.send_replace(health);
         if health != EngineHealth::Healthy {
+            let why = engine.fault();
+            shared.reach.failed(why, Instant::now());
             forget_speculation(&shared);
             continue;
         }
@@ -378,6 +401,7 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         let mut info = match read.and_then(|info| info.check_ranks(shared.ranks)) {
             Ok(info) => info,
             Err(error) => {
+                shared.reach.not_read(error.to_string(), Instant::now());
                 if warning.is_due(Instant::now(), error) {
                     if matches!(error, InfoError::Ranks { .. }) {
                         error!(%error, "the engine is refused");
@@ -389,6 +413,7 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             }
         };
         warning = RepeatedWarning::default();
+        shared.reach.served();
         since_info = 0;
         // It did not restart since the last reading, as far as is known.
         info.keep(&shared.info.borrow());

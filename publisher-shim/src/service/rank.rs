@@ -102,6 +102,7 @@ impl<E: EngineLink> RankTask<E> {
             subjects: shared.subjects.clone(),
             source,
             decoder: shared.decoder.clone(),
+            log: shared.log.clone(),
             answers,
             tasks: TaskTracker::new(),
             attempt: Arc::new(AtomicU32::new(core.attempt())),

@@ -18,6 +18,7 @@ use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source};
 
+use super::log_health::LogHealth;
 use crate::source::{
     AppendId, FlushId, FlushResult, LogTail, RegistryReading, Tail, next_generation,
 };
@@ -67,6 +68,7 @@ pub(super) struct RankPlane {
     pub(super) subjects: Subjects,
     pub(super) source: Source,
     pub(super) decoder: CountingDecoder,
+    pub(super) log: LogHealth,
     pub(super) answers: mpsc::Sender<PlaneAnswer>,
     pub(super) tasks: TaskTracker,
     /// Queued appends of another attempt are dropped.
@@ -106,12 +108,17 @@ impl RankPlane {
             let answer = match appended {
                 Ok(position) => {
                     warned = false;
+                    self.log.appended(Ok(()));
                     PlaneAnswer::Appended(id, position)
                 }
                 Err(error) => {
                     if !warned {
                         warned = true;
                         warn!(source = %self.source, %error, "the log takes no record of this source");
+                    }
+                    // A record that is too large is made smaller.
+                    if !matches!(error, PlaneError::TooLarge { .. }) {
+                        self.log.appended(Err(error.to_string()));
                     }
                     not_appended(id, &error)
                 }

@@ -114,7 +114,14 @@ async fn row_10_a_log_made_anew_gets_the_whole_image() {
     let client = async_nats::connect(world.server.url()).await.unwrap();
     let jetstream = async_nats::jetstream::new(client);
     jetstream.delete_stream("wr_t").await.unwrap();
+    let is_unready = || matches!(shim.handle.readiness(), Err(NotReady::LogUnreadable(_)));
+    until(is_unready, || format!("{:?}", shim.handle.readiness())).await;
     world.init().await;
+    until(
+        || shim.handle.is_ready(),
+        || format!("{:?}", shim.handle.readiness()),
+    )
+    .await;
     let is_seen = || count(&shim, GenerationReason::LogLost) == 1;
     until(is_seen, || format!("{:?}", shim.handle.sources())).await;
     world.store(100);
