@@ -32,6 +32,7 @@ use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
 use crate::route::DoubtedScope;
+use crate::setup_faults;
 use crate::sync::{ReplicaStatus, StatusDetail};
 use crate::tokenizers::ModelTokenizer;
 
@@ -90,7 +91,7 @@ pub(crate) fn routes(admin: &Arc<Admin>) -> RouteTable {
 }
 
 async fn readyz(State(admin): SharedAdmin) -> Response {
-    admin.app.ready.probe()
+    admin.app.ready.probe(admin.app.index_fault())
 }
 
 /// Reports not-ready until undrained. Idempotent. Does not stop the process; SIGTERM does.
@@ -304,7 +305,8 @@ fn stalled_ranks(worker: &FleetWorker, admin: &Admin) -> Vec<u32> {
     stalled.map(|(rank, _)| rank).collect()
 }
 
-/// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
+/// `workers`: each with its registration, health, checks, and its sources' states. `waiting`: those
+/// declared here whose engines were not reached. `setup_faults`: texts for people.
 async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
     let shown_admin = Arc::clone(&admin);
     let make = made(move || {
@@ -315,7 +317,12 @@ async fn workers(State(admin): SharedAdmin) -> Result<Response, StatusCode> {
         let workers = workers
             .iter()
             .map(|worker| shown_worker(worker, &index, admin));
-        let page = json!({ "workers": workers.collect::<Vec<_>>() });
+        let faults = setup_faults::faults(admin).into_iter();
+        let page = json!({
+            "workers": workers.collect::<Vec<_>>(),
+            "waiting": setup_faults::waiting(admin),
+            "setup_faults": faults.map(|fault| fault.to_string()).collect::<Vec<_>>(),
+        });
         Ok(serde_json::to_vec(&page)?)
     });
     shown(admin.pages.workers.get(make).await, "application/json")

@@ -8,6 +8,7 @@ use warmroute_process::tasks::Tasks;
 
 use crate::config::Config;
 use crate::embedded::Embedded;
+use crate::index_client::IndexReplicas;
 
 const NATS_ROLE: NatsRole = NatsRole {
     name: "warmroute-router",
@@ -40,6 +41,13 @@ impl Deployment {
         match self {
             Self::Embedded(embedded) => Some(&embedded.index),
             Self::Distributed(_) => None,
+        }
+    }
+
+    pub(crate) const fn index_replicas(&self) -> IndexReplicas {
+        match self {
+            Self::Embedded(_) => IndexReplicas::Own,
+            Self::Distributed(_) => IndexReplicas::Registered,
         }
     }
 

@@ -2,6 +2,7 @@
 //! above the plane does not differ: every message is encoded and decoded.
 
 pub(crate) mod api;
+mod own_address;
 mod supervisor;
 mod worker_plan;
 

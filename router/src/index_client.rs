@@ -14,7 +14,9 @@ use fastrand::Rng;
 use prometheus::IntCounter;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::{Plane, PlaneError, RegistryEvent, RegistryWatch, after_arrivals};
+use warmroute_plane::{
+    Connection, Plane, PlaneError, RegistryEvent, RegistryWatch, after_arrivals,
+};
 use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
@@ -22,7 +24,7 @@ use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber};
 use warmroute_proto::subject::Subjects;
 
-use crate::indexer_pool::IndexerPool;
+use crate::indexer_pool::{IndexFault, IndexerPool};
 use crate::indexer_rosters::IndexerRosters;
 use crate::route::{HolderReply, IndexReply, ReplicaRoster};
 
@@ -70,6 +72,16 @@ pub struct IndexClient {
     indexers: Arc<Mutex<IndexerPool>>,
     pub(crate) rosters: Arc<IndexerRosters>,
     hedge: Duration,
+    replicas: IndexReplicas,
+}
+
+/// Where the index is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IndexReplicas {
+    /// In this process.
+    Own,
+    /// In processes that the registry names.
+    Registered,
 }
 
 impl IndexClient {
@@ -81,7 +93,23 @@ impl IndexClient {
             indexers: Arc::default(),
             rosters: Arc::default(),
             hedge: HEDGE,
+            replicas: IndexReplicas::Own,
         }
+    }
+
+    pub(crate) fn with_replicas(self, replicas: IndexReplicas) -> Self {
+        Self { replicas, ..self }
+    }
+
+    /// Why the index is out of reach, as far as is known.
+    pub(crate) fn fault(&self) -> Option<IndexFault> {
+        if self.replicas == IndexReplicas::Own {
+            return None;
+        }
+        if *self.plane.connection().borrow() == Connection::Down {
+            return Some(IndexFault::PlaneAway);
+        }
+        self.indexers().fault(Instant::now().into_std())
     }
 
     /// Queries a second replica after another time than [`HEDGE`]; never from [`DEADLINE`] on.

@@ -19,6 +19,19 @@ const SUSPECT_MAX: Duration = Duration::from_secs(8);
 /// Further replicas are not tracked. Queries to the shared subject still reach them.
 const INDEXERS_MAX: usize = 256;
 
+/// Why the index is out of reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub(crate) enum IndexFault {
+    #[error("NATS is out of reach")]
+    PlaneAway,
+    #[error("no indexer is registered")]
+    NoneRegistered,
+    #[error("no indexer is ready")]
+    NoneReady,
+    #[error("no indexer answers in time")]
+    NoneAnswers,
+}
+
 /// The indexer replicas that the registry lists, and how they answered.
 #[derive(Debug, Default)]
 pub struct IndexerPool {
@@ -76,6 +89,20 @@ impl IndexerPool {
             let doubled = SUSPECT * 2_u32.pow(indexer.late_answers.min(10));
             indexer.late_answers = indexer.late_answers.saturating_add(1);
             indexer.suspect_until = Some(now + doubled.min(SUSPECT_MAX));
+        }
+    }
+
+    /// Why no replica answers, as far as is known.
+    pub(crate) fn fault(&self, now: Instant) -> Option<IndexFault> {
+        let mut all = self.indexers.values();
+        if all.len() == 0 {
+            Some(IndexFault::NoneRegistered)
+        } else if all.clone().all(|indexer| !indexer.ready) {
+            Some(IndexFault::NoneReady)
+        } else if all.all(|indexer| indexer.is_suspect(now)) {
+            Some(IndexFault::NoneAnswers)
+        } else {
+            None
         }
     }
 
@@ -144,6 +171,21 @@ mod tests {
         assert_eq!(two(&IndexerPool::default(), now, 0), [None, None]);
         let one = two(&pool(&[("a", false)]), now, 0);
         assert_eq!(one, [Some("a".to_owned()), None]);
+    }
+
+    #[test]
+    fn a_fault_is_one_of_all_replicas() {
+        let now = now();
+        let fault = |pool: &IndexerPool| pool.fault(now);
+        let none = IndexerPool::default();
+        assert_eq!(fault(&none), Some(IndexFault::NoneRegistered));
+        let unready = pool(&[("a", false), ("b", false)]);
+        assert_eq!(fault(&unready), Some(IndexFault::NoneReady));
+        let mut two = pool(&[("a", true), ("b", true)]);
+        two.late("a", now);
+        assert_eq!(fault(&two), None);
+        two.late("b", now);
+        assert_eq!(fault(&two), Some(IndexFault::NoneAnswers));
     }
 
     #[test]

@@ -45,6 +45,7 @@ mod retry_budget;
 mod router_facts;
 pub mod run;
 pub mod settings;
+mod setup_faults;
 pub mod shared_core;
 mod spans;
 mod tenant_sync;

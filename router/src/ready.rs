@@ -13,6 +13,8 @@ use axum::response::{IntoResponse as _, Response};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
+use crate::indexer_pool::IndexFault;
+
 /// Time for load balancers to notice that a router is not ready: two failed probes one second
 /// apart, and the spreading of their result, which takes Kubernetes a second or two.
 const NOTICE: Duration = Duration::from_secs(5);
@@ -165,11 +167,22 @@ impl Ready {
         }
     }
 
-    /// The answer to `/readyz`.
-    pub(crate) fn probe(&self) -> Response {
-        match self.missing() {
-            None => StatusCode::OK.into_response(),
-            Some(what) => (StatusCode::SERVICE_UNAVAILABLE, what).into_response(),
+    /// The answer to `/readyz`. `index_fault`: why the index is out of reach. Requests are then
+    /// served by load, so that the status stays 200.
+    pub(crate) fn probe(&self, index_fault: Option<IndexFault>) -> Response {
+        match self.probe_text(index_fault) {
+            Ok(text) => (StatusCode::OK, text).into_response(),
+            Err(missing) => (StatusCode::SERVICE_UNAVAILABLE, missing).into_response(),
+        }
+    }
+
+    fn probe_text(&self, index_fault: Option<IndexFault>) -> Result<String, &'static str> {
+        match (self.missing(), index_fault) {
+            (Some(what), _) => Err(what),
+            (None, None) => Ok("ready".to_owned()),
+            (None, Some(why)) => Ok(format!(
+                "degraded: requests are routed by load, because {why}"
+            )),
         }
     }
 
@@ -226,6 +239,19 @@ mod tests {
         assert_eq!(ready.drain(later), ServePhase::Draining(now), "idempotent");
         assert_eq!(ready.undrain(), ServePhase::Serving);
         assert!(ready.missing().is_none() && !ready.is_leaving());
+    }
+
+    #[test]
+    fn without_an_index_a_router_is_ready_and_says_why_it_routes_by_load() {
+        let (ready, fault) = (ready(), Some(IndexFault::NoneReady));
+        assert_eq!(ready.probe(fault).status(), StatusCode::OK);
+        assert_eq!(
+            ready.probe_text(fault),
+            Ok("degraded: requests are routed by load, because no indexer is ready".to_owned())
+        );
+        assert_eq!(ready.probe_text(None), Ok("ready".to_owned()));
+        ready.drain(Instant::now());
+        assert_eq!(ready.probe_text(fault), Err("drained by hand"));
     }
 
     #[test]

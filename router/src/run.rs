@@ -40,7 +40,7 @@ use crate::fleet::{
 };
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
-use crate::live_page::{self, LiveSampler};
+use crate::live_page::{self, LiveFeed, LiveSampler};
 use crate::metrics::Metrics;
 use crate::proxy::{
     self, App, BodyBudget, EngineClient, EngineFiles, HeldRequests, PromptPool, StoredResponses,
@@ -52,6 +52,7 @@ use crate::retry_budget::RetryBudget;
 use crate::route::{Core, CoreConfig};
 use crate::router_facts::FactsWriter;
 use crate::settings::{LiveSettings, Settings, SettingsWatcher};
+use crate::setup_faults;
 use crate::shared_core::SharedCore;
 use crate::spans::Tracer;
 use crate::tenant_sync::TenantSync;
@@ -169,12 +170,12 @@ impl Running {
             prompts,
             engines,
             deployment,
+            addresses,
             background: background.clone(),
         };
         let (app, admin_state) = services.spawn(&config, &clients, &tasks).await?;
         let admin_state = Arc::new(admin_state);
-        let (sampler, feed) = LiveSampler::new(Arc::clone(&admin_state));
-        background.spawn("live page", sampler.run(tasks.stop.clone()));
+        let feed = show_to_operators(&admin_state, &background);
         let admin_routes = admin::routes(&admin_state).merge(live_page::routes(&feed));
         let running = Self {
             addresses,
@@ -287,6 +288,7 @@ struct Services {
     prompts: PromptPool,
     engines: EngineClient,
     deployment: Arc<Deployment>,
+    addresses: Addresses,
     /// For tasks that no request waits for.
     background: Tasks,
 }
@@ -314,6 +316,7 @@ impl Services {
         tasks.spawn("replication", run);
 
         let index = IndexClient::new(Arc::clone(&plane), subjects.clone());
+        let index = index.with_replicas(self.deployment.index_replicas());
         let follower = index.clone();
         let indexers = follower.follow_replicas(unreadable.clone(), stop.clone());
         tasks.spawn("indexers", indexers);
@@ -447,6 +450,7 @@ impl Services {
             settings: Arc::clone(&self.settings),
             engines: self.engines.clone(),
             runtime: self.background.runtime().clone(),
+            addresses: vec![self.addresses.public, self.addresses.admin],
         };
         let stop = self.background.stop.clone();
         let (workers, supervisor) = WorkerSupervisor::start(parts, config, stop).await?;
@@ -594,6 +598,15 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
 /// Files of one rank that is followed in this process: two connections, and pairs of sockets by which
 /// libzmq wakes the parts of a context and its four sockets.
 const RANK_FILES: u64 = 18;
+
+/// Starts what shows this router to operators: the live page, and its faults in the log.
+fn show_to_operators(admin: &Arc<Admin>, background: &Tasks) -> Arc<LiveFeed> {
+    let (sampler, feed) = LiveSampler::new(Arc::clone(admin));
+    background.spawn("live page", sampler.run(background.stop.clone()));
+    let faults = setup_faults::watch(Arc::clone(admin), background.stop.clone());
+    background.spawn("setup faults", faults);
+    feed
+}
 
 fn engine_files(metrics: &Metrics, shares: FileShares) -> EngineFiles {
     let evicted = metrics.connections().evicted.clone();

@@ -226,6 +226,9 @@ fn an_impossible_configuration_refuses_to_start_and_names_the_flag() {
 fn malformed_workers_and_numbers_are_refused_by_the_parser() {
     for flags in [
         ["--worker", "h:1"],
+        ["--worker", "http://h"],
+        ["--worker", "http://h/v1,id=a"],
+        ["--worker", "http://[::1]"],
         ["--worker", "http://h:1,replay=tcp://h:2"],
         ["--worker", "http://h:1,ranks=0"],
         ["--port", "70000"],

@@ -50,6 +50,8 @@ pub struct WorkerKeyError {
 pub enum WorkerSpecError {
     #[error("the worker URL {0:?} is not http://HOST:PORT, https://HOST:PORT or unix:/PATH")]
     Url(String),
+    #[error("the worker URL {0:?} has no port: add the engine's, vLLM's is :8000, or :80")]
+    Port(String),
     #[error("{0:?} is none of kv=, replay=, id=, ranks=, key_file=, assume=")]
     Key(String),
     #[error("assume={0:?} is no fact that can be declared")]
@@ -99,7 +101,12 @@ impl TryFrom<WorkerFields> for WorkerSpec {
     type Error = WorkerSpecError;
 
     fn try_from(fields: WorkerFields) -> Result<Self, WorkerSpecError> {
-        let url = worker_url(&fields.url).ok_or(WorkerSpecError::Url(fields.url))?;
+        let Some(url) = worker_url(&fields.url) else {
+            return Err(WorkerSpecError::Url(fields.url));
+        };
+        if lacks_port(&fields.url) {
+            return Err(WorkerSpecError::Port(fields.url));
+        }
         let id = match fields.id {
             Some(id) if id.is_empty() || id.len() > ID_BYTES_MAX => {
                 return Err(WorkerSpecError::Id);
@@ -200,6 +207,18 @@ fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), Worke
         Some(_) => Err(WorkerSpecError::Twice(key)),
         None => Ok(()),
     }
+}
+
+/// A forgotten port would be 80, where no engine listens by default. For https it is 443, where a
+/// proxy does.
+fn lacks_port(text: &str) -> bool {
+    let address = text.strip_prefix("http://").unwrap_or(":");
+    let authority = address.split('/').next().unwrap_or_default();
+    !authority
+        .rsplit(']')
+        .next()
+        .unwrap_or_default()
+        .contains(':')
 }
 
 fn worker_url(text: &str) -> Option<String> {

@@ -12,10 +12,11 @@ use warmroute_process::access::ChangeSubject;
 use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
 
-use super::supervisor::{AddError, EmbeddedWorkers};
+use super::supervisor::{AddError, EmbeddedWorkers, LifePhase};
 use super::worker_plan::{PlanChange, PlanError};
 use crate::admin::Admin;
 use crate::config::WorkerSpec;
+use crate::setup_faults;
 
 /// Why a worker is not added, shown or removed.
 #[derive(Debug, thiserror::Error)]
@@ -113,11 +114,21 @@ async fn shown(
     let shown = workers.show(worker.clone()).await;
     let shown = shown.ok_or(PlanError::NoWorker)?;
     let requests = admin.app.core.core().active_requests(&worker);
+    let mut waiting = setup_faults::waiting(admin).into_iter();
+    let waiting = match shown.phase {
+        LifePhase::Running => waiting.find(|one| one.worker == worker),
+        LifePhase::Waiting | LifePhase::Leaving => None,
+    };
+    let phase = waiting
+        .as_ref()
+        .map_or_else(|| shown.phase.label(), |one| one.state);
     Ok(Json(json!({
         "worker": worker,
         "url": shown.url,
         "declared_by": shown.origin,
-        "phase": shown.phase.label(),
+        "phase": phase,
+        "reason": waiting.as_ref().map(|one| &one.reason),
+        "since_unix_s": waiting.as_ref().map(|one| one.since_unix_s),
         "requests": requests,
     })))
 }

@@ -6,11 +6,12 @@
 //! declaration is an end and a new life.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -21,8 +22,9 @@ use warmroute_process::engine_args::is_event_route;
 use warmroute_proto::label_enum;
 use warmroute_proto::{Namespace, WorkerId};
 use warmroute_shim::args::assumptions;
-use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir};
+use warmroute_shim::{CheckpointStore, EngineFault, EngineKeySource, ShimConfig, StateDir};
 
+use super::own_address::is_own;
 use super::worker_plan::{PlanChange, PlanError, WorkerOrigin, WorkerPlan};
 use crate::config::{Config, WorkerSpec};
 use crate::fleet::Fleet;
@@ -48,6 +50,8 @@ pub(crate) struct SupervisorParts {
     pub engines: EngineClient,
     /// Runs the shims.
     pub runtime: Handle,
+    /// The router's own ports.
+    pub addresses: Vec<SocketAddr>,
 }
 
 /// The way to the supervisor, and its shims. Clones share them.
@@ -120,6 +124,15 @@ impl EmbeddedWorkers {
 
     pub(crate) fn shims(&self) -> Vec<warmroute_shim::Handle> {
         self.shims.lock().values().cloned().collect()
+    }
+
+    /// The workers whose engines do not serve, or are not accepted.
+    pub(crate) fn engine_faults(&self) -> Vec<(WorkerId, EngineFault)> {
+        let shims = self.shims.lock();
+        let fault = |(worker, shim): (&WorkerId, &warmroute_shim::Handle)| {
+            Some((worker.clone(), shim.engine_fault()?))
+        };
+        shims.iter().filter_map(fault).collect()
     }
 
     /// A request that is not sent drops its answer, which its caller sees.
@@ -355,6 +368,9 @@ impl WorkerSupervisor {
 
     fn service(&self, spec: &WorkerSpec) -> anyhow::Result<warmroute_shim::Service> {
         let worker = &spec.id;
+        if is_own(&spec.url, &self.parts.addresses) {
+            bail!("{} is a port of this router: name the engine's", spec.url);
+        }
         let open = |dir| StateDir::open(dir, worker).context("--state-dir");
         let dir = self.state_dir.as_deref().map(open).transpose()?;
         let has_route = spec.kv.as_deref().is_some_and(is_event_route);

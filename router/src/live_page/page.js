@@ -218,6 +218,18 @@ function announce(texts) {
 
 // --- the page
 
+let shownFaults = "";
+
+// What keeps the router from routing.
+function showFaults(faults) {
+  const text = faults.join("\n");
+  if (text === shownFaults) return;
+  shownFaults = text;
+  const list = byId("faults");
+  list.hidden = !faults.length;
+  list.replaceChildren(...faults.map((fault) => element("li", {}, fault)));
+}
+
 const tiles = new Map();
 
 function tile(label, value, remark, level = null) {
@@ -245,8 +257,8 @@ function showTiles(state, rated) {
     [having("breaker", "open"), "with an open breaker"],
   ];
   const remarks = parts.filter(([some]) => some).map(([some, what]) => `${some} ${what}`);
-  const level = healthy === workers.length ? null : healthy ? "warn" : "bad";
-  tile("Healthy workers", `${count(healthy)} of ${count(workers.length)}`, remarks.join(", ") || "none draining", level);
+  const level = !healthy ? "bad" : healthy < workers.length ? "warn" : null;
+  tile("Healthy workers", `${count(healthy)} of ${count(workers.length)}`, remarks.join(", ") || (workers.length ? "none draining" : "no worker is known"), level);
   const sick = workers.length - healthy;
   document.title = sick ? `(${sick}) Warmroute` : "Warmroute";
   const waiting = state.router.waiting_requests;
@@ -305,6 +317,7 @@ function show(state) {
   const rated = addHitRates(points);
   const { id, version, phase, connections } = state.router;
   setText(byId("router"), `router ${id.slice(0, 8)} · ${version} · ${phase} · ${plural(connections, "connection")}`);
+  showFaults(state.faults);
   showTiles(state, rated);
   charts.forEach((chart) => chart.show(rated));
   showLadder();

@@ -19,9 +19,13 @@ use super::{LiveFeed, event};
 use crate::admin::Admin;
 use crate::clock::unix_time;
 use crate::route::SourceFigures;
+use crate::setup_faults;
 use crate::sync::{ReplicaStatus, StatusDetail};
 
 const PERIOD: Duration = Duration::from_secs(1);
+
+/// Faults shown.
+const FAULTS_MAX: usize = 6;
 
 /// Decisions shown.
 const DECISIONS: usize = 12;
@@ -107,11 +111,32 @@ fn state(admin: &Admin, inputs: LiveInputs) -> LiveState {
             connections: app.metrics.connections().open.get(),
         },
         point: inputs.point,
+        faults: faults(admin),
         workers: workers(admin, &inputs.views),
         decisions: app.journal.newest(DECISIONS, names),
         routers: status.map(|status| LiveReplication::of(status, admin.router)),
         indexers: inputs.views.indexers,
     }
+}
+
+fn faults(admin: &Admin) -> Vec<String> {
+    let faults = setup_faults::faults(admin);
+    let waiting = setup_faults::waiting(admin).into_iter();
+    let waiting = waiting.map(|one| {
+        let (worker, url) = (one.worker, one.url);
+        format!(
+            "worker {worker} at {url} waits for its engine: {}",
+            one.reason
+        )
+    });
+    let all = faults.iter().map(ToString::to_string).chain(waiting);
+    let mut shown: Vec<String> = all.collect();
+    let more = shown.len().saturating_sub(FAULTS_MAX);
+    shown.truncate(FAULTS_MAX);
+    if more > 0 {
+        shown.push(format!("and {more} more: /workers has all"));
+    }
+    shown
 }
 
 fn workers(admin: &Admin, views: &IndexerViews) -> Vec<LiveWorker> {

@@ -19,6 +19,8 @@ use crate::sync::{ReplicaStatus, RouterView};
 pub(super) struct LiveState {
     pub router: LiveRouter,
     pub point: HistoryPoint,
+    /// What keeps the router from routing, in words.
+    pub faults: Vec<String>,
     pub workers: Vec<LiveWorker>,
     /// As `/admin/decisions` has them, newest first.
     pub decisions: Vec<Value>,

@@ -52,6 +52,7 @@ use crate::call_report::CallSinks;
 use crate::error::ProxyError;
 use crate::fleet::Fleet;
 use crate::index_client::IndexClient;
+use crate::indexer_pool::IndexFault;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::openai::OpenAiError;
@@ -91,6 +92,14 @@ pub(crate) struct App {
     pub admission: Arc<Admission>,
     pub stored: StoredResponses,
     pub tenants: Arc<Tenants>,
+}
+
+impl App {
+    /// Why prompts that need the index are routed without it, as far as is known.
+    pub(crate) fn index_fault(&self) -> Option<IndexFault> {
+        let is_read = self.policy.reads_index();
+        is_read.then(|| self.index.fault()).flatten()
+    }
 }
 
 /// What changes a request's body.

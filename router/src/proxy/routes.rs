@@ -250,7 +250,7 @@ async fn alive() -> StatusCode {
 }
 
 async fn readyz(State(app): State<Arc<App>>) -> Response {
-    app.ready.probe()
+    app.ready.probe(app.index_fault())
 }
 
 async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response {
