@@ -12,10 +12,10 @@ use tokio::time::sleep;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::{Generation, RecordNumber, Source, Tiers, WorkerId};
 use warmroute_router::audit::UsageAudit;
-use warmroute_router::openai::TokenUsage;
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::fleet::{Fleet, RequestResult, TrackedRequest};
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
+use warmroute_router::openai::TokenUsage;
 use warmroute_router::route::index_view::AnswerPosition;
 use warmroute_router::route::{
     AdmitError, Admitted, Decision, IndexReply, KnownHolder, Prompt, RouteRequest, SlotEvent,
