@@ -9,6 +9,7 @@ use serde_json::json;
 
 use crate::admission::{ShedReason, ShedRequest};
 use crate::openai::{self, ErrorType};
+use crate::proxy::ACCEPTED_ENCODINGS;
 use crate::route::{AdmitError, RouteRefusal};
 use crate::tenants::TenantRefusal;
 
@@ -24,7 +25,7 @@ pub(crate) enum ProxyError {
     TooLarge { max: usize },
     #[error("The request body did not arrive in time.")]
     BodyTimeout,
-    #[error("The request body is encoded. Send it as it is, without Content-Encoding.")]
+    #[error("The request body has an unsupported Content-Encoding. Send it plain, or as gzip or zstd.")]
     BodyEncoded,
     #[error("The model `{0}` does not exist.")]
     UnknownModel(String),
@@ -180,6 +181,10 @@ impl ProxyError {
         if status == StatusCode::UNAUTHORIZED {
             let scheme = HeaderValue::from_static("Bearer");
             headers.insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        if *self == Self::BodyEncoded {
+            let accepted = HeaderValue::from_static(ACCEPTED_ENCODINGS);
+            headers.insert(header::ACCEPT_ENCODING, accepted);
         }
         if self.leaves_body_unread() {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));

@@ -1,10 +1,13 @@
 //! Request heads and bodies, and the memory of prompt work, which share one budget. Bodies are read whole
-//! (they are hashed, and sent again after a failure), each up to a limit and in bounded time.
+//! (they are hashed, and sent again after a failure), each up to a limit and in bounded time. Encoded
+//! ones are decoded within the limits of others: an engine may decode none, or read other bytes.
 //!
 //! A refused body is read on and discarded in the background for a while: a client that writes all
 //! before it reads would otherwise see a closed connection instead of the answer.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 use std::time::Duration;
 
 use axum::body::{Body, BodyDataStream};
@@ -17,9 +20,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use warmroute_process::blocking;
 
 use crate::config::Limits;
 use crate::error::ProxyError;
+use encoding::Encoding;
+
+pub(crate) mod encoding;
 
 /// Longest time between two pieces of a body.
 const PIECE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -51,6 +58,10 @@ const DISCARDS_MAX: usize = 64;
 /// Largest first allocation, whatever `Content-Length` claims.
 const FIRST_RESERVE: usize = 1 << 20;
 
+/// Bodies are decoded on one processor in so many, at least on one: a small body may become the
+/// largest one, and costs as much processor time. A decoder takes 10 MiB at most.
+const DECODERS_DIVISOR: usize = 4;
+
 /// Memory of one header besides its bytes.
 const HEADER_ENTRY: usize = 100;
 
@@ -66,6 +77,7 @@ struct BudgetState {
     body_max: usize,
     held: IntGauge,
     discards: Arc<Semaphore>,
+    decoders: Arc<Semaphore>,
     tasks: TaskTracker,
     force: CancellationToken,
 }
@@ -142,6 +154,8 @@ impl BodyBudget {
         // The largest body fits into the common part.
         let spare = total.saturating_sub(limits.body_bytes);
         let reserve = (total / RESERVE_DIVISOR).min(spare);
+        let processors = available_parallelism().map_or(1, NonZeroUsize::get);
+        let decoders = processors.div_ceil(DECODERS_DIVISOR);
         Self(Arc::new(BudgetState {
             common: Arc::new(Semaphore::new(total - reserve)),
             common_bytes: total - reserve,
@@ -149,13 +163,13 @@ impl BodyBudget {
             body_max: limits.body_bytes,
             held,
             discards: Arc::new(Semaphore::new(DISCARDS_MAX)),
+            decoders: Arc::new(Semaphore::new(decoders)),
             tasks,
             force,
         }))
     }
 
-    /// Reads the whole body of a request whose head has `head` bytes. An encoded body is refused: the
-    /// router would read other bytes than an engine that decodes it.
+    /// Reads the whole body of a request whose head has `head` bytes, and decodes it.
     pub(crate) async fn read(
         &self,
         headers: &HeaderMap,
@@ -163,8 +177,9 @@ impl BodyBudget {
         body: Body,
     ) -> Result<BufferedBody, ProxyError> {
         let mut pieces = body.into_data_stream();
+        let encoding = Encoding::of(headers);
         let read = match content_length(headers) {
-            _ if is_encoded(headers) => Err(ProxyError::BodyEncoded),
+            _ if encoding.is_err() => Err(ProxyError::BodyEncoded),
             Some(length) if length > self.0.body_max as u64 => Err(self.too_large()),
             length => self.collect(&mut pieces, head, length).await,
         };
@@ -174,7 +189,49 @@ impl BodyBudget {
             Err(_) if headers.contains_key(header::EXPECT) => {}
             Err(_) => self.discard(pieces),
         }
-        read
+        match (read?, encoding?) {
+            (body, Some(encoding)) if !body.bytes.is_empty() => self.decode(body, encoding).await,
+            (body, _) => Ok(body),
+        }
+    }
+
+    /// Decodes a body, when it is its turn, on a thread that may block.
+    async fn decode(
+        &self,
+        encoded: BufferedBody,
+        encoding: Encoding,
+    ) -> Result<BufferedBody, ProxyError> {
+        let failed = || ProxyError::Internal("decoding the body failed");
+        let turn = Arc::clone(&self.0.decoders).acquire_owned().await;
+        let turn = turn.map_err(|_| failed())?;
+        let budget = self.clone();
+        let decoded = blocking::run(move || {
+            let decoded = budget.decoded(&encoded, encoding);
+            drop((encoded, turn));
+            decoded
+        });
+        decoded.await.map_err(|_| failed())?
+    }
+
+    /// Charges each decoded piece before it is kept: no body takes more than a plain one.
+    fn decoded(
+        &self,
+        encoded: &BufferedBody,
+        encoding: Encoding,
+    ) -> Result<BufferedBody, ProxyError> {
+        let mut share = self.share(0);
+        share.head = encoded.share.head;
+        self.take(&mut share, encoded.share.head)?;
+        let mut bytes = Vec::new();
+        encoding.decode(&encoded.bytes, &mut |piece| {
+            if bytes.len() + piece.len() > self.0.body_max {
+                return Err(self.too_large());
+            }
+            self.take(&mut share, piece.len())?;
+            bytes.extend_from_slice(piece);
+            Ok(())
+        })?;
+        Ok(BufferedBody::of(bytes.into(), share))
     }
 
     /// Ends a request whose body is not wanted.
@@ -417,11 +474,6 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
         .ok()?
         .parse()
         .ok()
-}
-
-fn is_encoded(headers: &HeaderMap) -> bool {
-    let values = headers.get_all(header::CONTENT_ENCODING);
-    values.iter().any(|value| value != "identity")
 }
 
 #[cfg(test)]

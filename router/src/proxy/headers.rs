@@ -130,13 +130,14 @@ pub(crate) fn session(headers: &HeaderMap) -> Option<SessionKey> {
     named.next()
 }
 
-/// A client's headers as an engine gets them. The body was read and may be rewritten, so its length
-/// is set again; a client cannot choose the rank. Answers must not be compressed: the router reads
+/// A client's headers as an engine gets them. The body was read and decoded, and may be rewritten, so
+/// its length is set again; a client cannot choose the rank. Answers must not be compressed: the router reads
 /// them for a tenant's account of tokens.
 pub(crate) fn to_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> HeaderMap {
     strip_hop_by_hop(&mut headers);
     for ours in [
         header::HOST,
+        header::CONTENT_ENCODING,
         header::CONTENT_LENGTH,
         header::EXPECT,
         header::ACCEPT_ENCODING,
@@ -265,6 +266,7 @@ mod tests {
         let id = HeaderValue::from_static("r1");
         let headers = map(&[
             ("host", "router"),
+            ("content-encoding", "gzip"),
             ("content-length", "5"),
             ("expect", "100-continue"),
             ("accept-encoding", "gzip"),

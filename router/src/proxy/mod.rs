@@ -40,6 +40,7 @@ use axum::http::request::Parts;
 use warmroute_process::blocking;
 
 pub(crate) use body::BodyBudget;
+pub(crate) use body::encoding::ACCEPTED as ACCEPTED_ENCODINGS;
 pub(crate) use engine_client::{EngineClient, EngineFiles};
 pub(crate) use prompt_pool::PromptPool;
 pub(crate) use routes::router;

@@ -6,6 +6,9 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -95,21 +98,59 @@ async fn no_framing_smuggles_a_request() {
 
 /// An engine that decodes it would read another model and prompt than the router's rules saw.
 #[tokio::test]
-async fn an_encoded_body_reaches_no_engine() {
+async fn a_body_of_an_unknown_encoding_reaches_no_engine() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let json = r#"{"model":"m","prompt":[1]}"#;
     for path in ["/v1/completions", "/v1/embeddings"] {
+        for encoding in ["br", "gzip, gzip"] {
+            let head = format!(
+                "POST {path} HTTP/1.1\r\nhost: h\r\ncontent-encoding: {encoding}\r\n\
+                 content-length: {}\r\n\r\n{json}",
+                json.len()
+            );
+            let answer = talk(&world, head.as_bytes()).await;
+            assert!(answer.starts_with("HTTP/1.1 415 "), "{answer}");
+            assert!(answer.contains("unsupported_encoding"), "{answer}");
+            assert!(
+                answer.contains("accept-encoding: gzip, zstd\r\n"),
+                "{answer}"
+            );
+        }
         let head = format!(
             "POST {path} HTTP/1.1\r\nhost: h\r\ncontent-encoding: gzip\r\n\
-             content-length: {}\r\n\r\n{json}",
+             connection: close\r\ncontent-length: {}\r\n\r\n{json}",
             json.len()
         );
         let answer = talk(&world, head.as_bytes()).await;
-        assert!(answer.starts_with("HTTP/1.1 415 "), "{answer}");
-        assert!(answer.contains("unsupported_encoding"), "{answer}");
+        assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
     }
     assert_eq!(engine.asked(), 0);
+}
+
+/// Engines decode no bodies.
+#[tokio::test]
+async fn an_encoded_body_reaches_the_engine_decoded() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let json = r#"{"model":"m","prompt":[1]}"#;
+    let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
+    std::io::Write::write_all(&mut gzip, json.as_bytes()).unwrap();
+    let gzip = gzip.finish().unwrap();
+    let zstd = compress_to_vec(json.as_bytes(), CompressionLevel::Fastest);
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        for (encoding, body) in [("gzip", &gzip), ("zstd", &zstd)] {
+            let request = world.client.post(format!("{}{path}", world.url));
+            let request = request
+                .header("content-encoding", encoding)
+                .header("content-type", "application/json");
+            let response = request.body(body.clone()).send().await.unwrap();
+            assert_eq!(response.status(), 200, "{path} {encoding}");
+            let seen = engine.last();
+            assert_eq!(seen.body, json);
+            assert!(!seen.headers.contains_key("content-encoding"));
+        }
+    }
 }
 
 /// Bytes after an answer are not the answer to the next request on that connection.

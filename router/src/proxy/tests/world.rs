@@ -547,7 +547,7 @@ pub(super) struct World {
     pub connections: TaskTracker,
     /// Those of connections to engines.
     pub files: ConnectionFiles,
-    client: reqwest::Client,
+    pub(super) client: reqwest::Client,
     _rechecks: crate::audit::Rechecks,
 }
 
