@@ -14,6 +14,7 @@ import urllib.request
 import anthropic
 import openai
 
+from agents import SESSIONS
 from tap import Tap
 
 MODEL = "mock"
@@ -163,6 +164,15 @@ def messages_tools(clients):
         yield stream.get_final_message()
 
 
+def agents(clients):
+    """Bodies of agent clients, as they are: their packages would build others of them."""
+    for session in SESSIONS.values():
+        for path, body in session():
+            client = clients.anthropic if path == "/v1/messages" else clients.openai
+            path = path if path == "/v1/messages" else path.removeprefix("/v1")
+            yield client.post(path, body={"model": MODEL, **body}, cast_to=object)
+
+
 def engine_errors(clients):
     """Errors that an engine makes, with their bodies."""
     create = clients.openai.chat.completions.create
@@ -194,7 +204,7 @@ def caught(kind, call, *arguments, **fields):
 
 SCENARIOS = [
     chat, chat_stream, chat_tools, completions, embeddings, models, responses, responses_cancelled,
-    responses_tools, messages, messages_tools, engine_errors,
+    responses_tools, messages, messages_tools, agents, engine_errors,
 ]
 
 

@@ -29,7 +29,7 @@ from fleet import (
     wait_for,
 )
 from plane import FEED_COUNTS, Distributed, Embedded
-from scenarios import images, late_start, other_model, other_routes, overload
+from scenarios import agents, images, late_start, other_model, other_routes, overload
 
 QUIET_SECS = 0.3
 ATTEMPTS = 50
@@ -483,6 +483,8 @@ def run(given, engines, routers):
         return
     checker.sequential()
     other_routes(checker)
+    if given.form == "full":
+        agents(checker)
     checker.pressure()
     checker.reset()
     checker.streams()

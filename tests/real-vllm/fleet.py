@@ -15,6 +15,8 @@ from pathlib import Path
 BLOCK_TOKENS = 32
 BLOCKS = {"full": 65, "images": 65, "sliding": 193, "all-sliding": 36}
 """By the model's form; vLLM keeps one for itself, and one for each of three groups holds the same tokens."""
+CONTEXT_TOKENS = {"full": 2016}
+"""What fits into its blocks, for sessions of agents; 1,024 of other forms."""
 OFFLOAD_BYTES = 96 * 16384
 """96 blocks of two layers with two heads of 32."""
 BUFFER_STEPS = 200
@@ -136,6 +138,7 @@ class Engine:
         self.options = options
         self.model, self.served = options.model, MODEL
         self.blocks = BLOCKS[options.form]
+        self.context = CONTEXT_TOKENS.get(options.form, 1024)
         self.flags, self.environment = [], {}
         self.buffer_steps = BUFFER_STEPS
         self.cpus = os.sched_getaffinity(0)
@@ -145,6 +148,7 @@ class Engine:
     def offload(self):
         """Serves the other model, in few blocks, and offloads them to the CPU."""
         self.model, self.served, self.blocks = self.options.other_model, OTHER_MODEL, 33
+        self.context = 1024
         connector = {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -175,7 +179,7 @@ class Engine:
             *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"),
             *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(self.blocks)),
             # One step computes any prompt: without full attention only its first part is placed otherwise.
-            *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "8192"),
+            *("--max-model-len", str(self.context), "--max-num-seqs", "8", "--max-num-batched-tokens", "8192"),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
             # For the render routes, and for /v1/messages with tools.
             *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),

@@ -23,6 +23,9 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 {%- for message in messages %}
 {{- '<|turn|>' + message['role'] + '\\n' + (message['content'] or '') + '<|end_turn|>\\n' }}
+{%- if message['tool_calls'] %}
+{{- '<|turn|>calls\\n' + (message['tool_calls'] | tojson) + '<|end_turn|>\\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|turn|>assistant\\n' }}

@@ -3,9 +3,11 @@
 import base64
 import random
 import struct
+import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from fleet import (
     BLOCK_TOKENS,
@@ -19,6 +21,9 @@ from fleet import (
     wait_for,
 )
 from plane import Embedded
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "conformance"))
+from agents import SESSIONS, TURNS  # noqa: E402
 
 CLIENTS = 14
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -36,6 +41,16 @@ def other_routes(checker):
         messages(checker, instructions, turns, f"call0000{number}")
     checker.report()
     check(checker.hits - before >= 12, "too few hits to mean anything")
+
+
+def agents(checker):
+    phase("agent clients, ten turns each")
+    for name, session in SESSIONS.items():
+        before = checker.hits
+        for path, body in session():
+            checker.compare(path, body)
+        print(f"{name}: {checker.hits - before} of {TURNS} turns had cached tokens", flush=True)
+        check(checker.hits - before >= TURNS - 1, f"{name}: turns without cached tokens")
 
 
 def responses(checker, instructions, turns, call_id):
