@@ -165,7 +165,10 @@ impl TokenChecks {
             PromptRoute::ChatCompletions => Some(&self.rendered_chat),
             PromptRoute::Responses => Some(&self.responses),
             PromptRoute::Messages => Some(&self.messages),
-            PromptRoute::Completions => None,
+            PromptRoute::Completions
+            | PromptRoute::Embeddings
+            | PromptRoute::Pooling
+            | PromptRoute::TokenIds => None,
         }
     }
 

@@ -1,4 +1,4 @@
-//! Chat and text completions, responses and messages: from the body to the chosen engine's answer.
+//! Requests whose prompts are read: from the body to the chosen engine's answer.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,13 +12,13 @@ use futures_util::future::join_all;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 use warmroute_process::access::keys::KeyId;
+use warmroute_process::blocking;
 use warmroute_proto::WorkerId;
 
 use super::App;
 use super::body::BufferedBody;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
-use super::headers;
 use super::plan::{
     AnswerModels, Plan, PlanInputs, PromptWork, SLOW_TEMPLATE, TextSample, TextSampling, plan,
 };
@@ -29,6 +29,7 @@ use super::resume::ResumableAnswer;
 use super::stored::AnswerOwner;
 use super::stream::OnUsage;
 use super::waiting::WorkerWait;
+use super::{headers, passthrough};
 use crate::answer_end::AnswerRule;
 use crate::audit::AuditCase;
 use crate::clock::civil_now;
@@ -57,17 +58,28 @@ pub(super) async fn generate(
     request: Request,
 ) -> Response {
     let (parts, body) = request.into_parts();
-    let label = match route {
-        openai::PromptRoute::ChatCompletions => RouteLabel::Chat,
-        openai::PromptRoute::Completions => RouteLabel::Completions,
-        openai::PromptRoute::Responses | openai::PromptRoute::Messages => RouteLabel::Other,
+    let label = match parts.uri.path() {
+        "/v1/chat/completions" => RouteLabel::Chat,
+        "/v1/completions" => RouteLabel::Completions,
+        "/v1/embeddings" => RouteLabel::Embeddings,
+        _ => RouteLabel::Other,
     };
-    let mut call = Call::new(label, &parts, &app.sinks);
-    // Held until the answer begins, and with it the body's share of the budget.
-    let mut body = match app.read_body(&call, &parts, body).await {
+    let call = Call::new(label, &parts, &app.sinks);
+    let body = match app.read_body(&call, &parts, body).await {
         Ok(body) => body,
         Err(error) => return app.refuse(call, &error),
     };
+    generate_from(app, route, call, parts, body).await
+}
+
+/// `body` is held until the answer begins, and with it its share of the budget.
+async fn generate_from(
+    app: &Arc<App>,
+    route: openai::PromptRoute,
+    mut call: Call,
+    parts: Parts,
+    mut body: BufferedBody,
+) -> Response {
     call.report.step(TraceStep::ReadBody, call.report.started);
     match serve(app, &mut call, route, parts, &mut body).await {
         Ok((answer, readers)) => respond(app, call, answer, readers),
@@ -75,11 +87,36 @@ pub(super) async fn generate(
     }
 }
 
-/// An answer that goes on with another one is asked of the worker that has it.
-const fn rule_of(owner: Option<&WorkerId>) -> AnswerRule {
-    match owner {
-        None => AnswerRule::Generated,
-        Some(_) => AnswerRule::Other,
+/// `/invocations`: the route follows from the body.
+pub(super) async fn invoke(app: &Arc<App>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let call = Call::new(RouteLabel::Other, &parts, &app.sinks);
+    let body = match app.read_body(&call, &parts, body).await {
+        Ok(body) => body,
+        Err(error) => return app.refuse(call, &error),
+    };
+    let route = if body.bytes.len() <= INLINE_BYTES_MAX {
+        openai::invoked_route(&body.bytes)
+    } else {
+        let body = body.clone();
+        let read = blocking::run(move || openai::invoked_route(&body.bytes));
+        read.await.unwrap_or_default()
+    };
+    match route {
+        Some(route) => generate_from(app, route, call, parts, body).await,
+        None => passthrough::pass_read(app, call, parts, body).await,
+    }
+}
+
+/// An answer that goes on with another one is asked of the worker that has it. An engine may lack the
+/// routes that not all models have.
+fn rule_of(route: openai::PromptRoute, path: &str, owner: Option<&WorkerId>) -> AnswerRule {
+    use openai::PromptRoute::{ChatCompletions, Completions, Messages, Responses};
+    let is_common = [ChatCompletions, Completions, Messages, Responses].contains(&route);
+    if is_common && path == route.path() && owner.is_none() {
+        AnswerRule::Generated
+    } else {
+        AnswerRule::Other
     }
 }
 
@@ -136,9 +173,8 @@ async fn serve(
         streaming,
         holds_head: resume.is_some(),
         head_max: None,
-        // An abort may leave a response half stored.
-        movable: route != openai::PromptRoute::Responses,
-        rule: rule_of(owner.as_ref()),
+        movable: is_movable(parts.uri.path()),
+        rule: rule_of(route, parts.uri.path(), owner.as_ref()),
         case: RequestCase::default(),
         cancel: Some(CancelPhase::BeforeHead),
         hints,
@@ -197,8 +233,20 @@ async fn planned(
     };
     call.check_model(&plan.model)?;
     call.admit_prompt(plan.prompt.tokens())?;
+    // Answers of embeddings report no cached tokens, and may be long.
+    plan.single &= !is_pooling(route);
     app.render_images(call, headers, body, &mut plan).await;
     Ok(plan)
+}
+
+/// An abort may leave a response half stored. Its effects on other routes are not known.
+fn is_movable(path: &str) -> bool {
+    ["/v1/chat/completions", "/v1/completions", "/v1/messages"].contains(&path)
+}
+
+const fn is_pooling(route: openai::PromptRoute) -> bool {
+    use openai::PromptRoute::{Embeddings, Pooling};
+    matches!(route, Embeddings | Pooling)
 }
 
 impl App {

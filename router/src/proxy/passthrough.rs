@@ -16,6 +16,7 @@ use warmroute_process::blocking;
 use warmroute_proto::{Seed, WorkerId};
 
 use super::App;
+use super::body::BufferedBody;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::generate::INLINE_BYTES_MAX;
@@ -47,11 +48,19 @@ pub(super) enum Target {
 
 pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let mut call = Call::new(route, &parts, &app.sinks);
-    let body = match app.read_body(&call, &parts, body).await {
-        Ok(body) => body,
-        Err(error) => return app.refuse(call, &error),
-    };
+    let call = Call::new(route, &parts, &app.sinks);
+    match app.read_body(&call, &parts, body).await {
+        Ok(body) => pass_read(app, call, parts, body).await,
+        Err(error) => app.refuse(call, &error),
+    }
+}
+
+pub(super) async fn pass_read(
+    app: &App,
+    mut call: Call,
+    parts: Parts,
+    body: BufferedBody,
+) -> Response {
     call.report.step(TraceStep::ReadBody, call.report.started);
     match forward(app, &mut call, &parts, &body.charged(), Target::Any).await {
         Ok(answer) => respond(app, call, answer, AnswerReaders::default()),

@@ -579,10 +579,8 @@ fn prompt_trust<'a>(
             (PromptRoute::Responses, _) => &parity.responses,
             (PromptRoute::Messages, true) => &parity.messages_with_tools,
             (PromptRoute::Messages, false) => &parity.messages,
-            (PromptRoute::ChatCompletions | PromptRoute::Completions, true) => {
-                &parity.chat_with_tools
-            }
-            (PromptRoute::ChatCompletions | PromptRoute::Completions, false) => &parity.chat,
+            (_, true) => &parity.chat_with_tools,
+            (_, false) => &parity.chat,
         }),
     }
 }
@@ -769,7 +767,11 @@ fn token_bytes(lists: &[Vec<u32>]) -> Option<Vec<u8>> {
 
 /// The length of a prompt that is not hashed. Token ids are counted; other fields may add to them.
 fn unhashed_tokens(parsed: &ParsedRequest<'_>, body_bytes: usize, model: &CatalogModel) -> u32 {
-    let guess = tokens_guess(body_bytes, model);
+    let guess = match parsed.info.opaque {
+        // Each of them may be as long as the model allows.
+        Some(OpaqueReason::SeveralPrompts) => text_tokens(body_bytes),
+        Some(_) | None => tokens_guess(body_bytes, model),
+    };
     let openai::PromptSource::Completion(completion) = &parsed.prompt else {
         return guess;
     };
@@ -785,8 +787,11 @@ fn unhashed_tokens(parsed: &ParsedRequest<'_>, body_bytes: usize, model: &Catalo
 }
 
 fn tokens_guess(body_bytes: usize, model: &CatalogModel) -> u32 {
-    let guess = u32::try_from(body_bytes / BYTES_PER_TOKEN).unwrap_or(u32::MAX);
-    guess.min(model.max_model_len.unwrap_or(u32::MAX))
+    text_tokens(body_bytes).min(model.max_model_len.unwrap_or(u32::MAX))
+}
+
+fn text_tokens(bytes: usize) -> u32 {
+    u32::try_from(bytes / BYTES_PER_TOKEN).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

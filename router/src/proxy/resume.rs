@@ -73,7 +73,11 @@ impl ResumeRule {
         let applies = match parsed.route {
             PromptRoute::Completions => self != Self::Off,
             PromptRoute::ChatCompletions => self == Self::All,
-            PromptRoute::Responses | PromptRoute::Messages => false,
+            PromptRoute::Responses
+            | PromptRoute::Messages
+            | PromptRoute::Embeddings
+            | PromptRoute::Pooling
+            | PromptRoute::TokenIds => false,
         };
         let terms = applies.then(|| ResumeTerms::of(parsed, body, model_len));
         terms.flatten()

@@ -26,8 +26,7 @@ use crate::settings::is_plain_path;
 use crate::tenants::{DoorEntry, DoorRefusal};
 
 /// Forwarded to a worker as they are. `POST` only.
-pub(super) const FORWARDED: [&str; 23] = [
-    "/v1/embeddings",
+pub(super) const FORWARDED: [&str; 20] = [
     "/v1/messages/count_tokens",
     "/v1/chat/completions/render",
     "/v1/completions/render",
@@ -46,8 +45,6 @@ pub(super) const FORWARDED: [&str; 23] = [
     "/rerank",
     "/v1/score",
     "/score",
-    "/pooling",
-    "/classify",
     "/tokenize",
     "/detokenize",
 ];
@@ -64,12 +61,15 @@ const PREFLIGHT_SECS: u64 = 600;
 const OPEN: [&str; 1] = ["/ping"];
 
 /// The routes of which the router knows more than that they are forwarded.
-pub(super) fn guarded() -> [(&'static str, MethodRouter<Arc<App>>); 9] {
+pub(super) fn guarded() -> [(&'static str, MethodRouter<Arc<App>>); 12] {
     [
         ("/v1/chat/completions", post(chat)),
         ("/v1/completions", post(completions)),
         ("/v1/responses", post(responses)),
         ("/v1/messages", post(messages)),
+        ("/v1/embeddings", post(embeddings)),
+        ("/classify", post(embeddings)),
+        ("/pooling", post(pooling)),
         ("/v1/models", get(models::list)),
         ("/v1/models/{*name}", get(models::one)),
         ("/v1/responses/{id}", get(stored::find)),
@@ -208,9 +208,16 @@ async fn messages(State(app): State<Arc<App>>, request: Request) -> Response {
     generate::generate(&app, openai::PromptRoute::Messages, request).await
 }
 
+async fn embeddings(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::PromptRoute::Embeddings, request).await
+}
+
+async fn pooling(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::PromptRoute::Pooling, request).await
+}
+
 async fn pass(State(app): State<Arc<App>>, request: Request) -> Response {
     let route = match request.uri().path() {
-        "/v1/embeddings" => RouteLabel::Embeddings,
         "/tokenize" | "/detokenize" => RouteLabel::Tokenize,
         _ => RouteLabel::Other,
     };
@@ -224,6 +231,10 @@ async fn pass_added(app: State<Arc<App>>, request: Request) -> Response {
         Redirect::temporary(&target).into_response()
     } else if !is_plain_path(path) || !app.settings.current().adds_route(path) {
         unknown_path(&app, request)
+    } else if request.method() == Method::POST && path == "/invocations" {
+        generate::invoke(&app, request).await
+    } else if request.method() == Method::POST && path == openai::PromptRoute::TokenIds.path() {
+        generate::generate(&app, openai::PromptRoute::TokenIds, request).await
     } else if [Method::GET, Method::POST].contains(request.method()) {
         pass(app, request).await
     } else {

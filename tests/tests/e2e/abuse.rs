@@ -134,7 +134,7 @@ async fn bodies_of_many_small_values_take_memory_by_their_size() {
             "\"\"",
         ),
         (
-            "/v1/embeddings",
+            "/rerank",
             r#"{"model":"none","previous_response_id":["#,
             "{}",
         ),

@@ -79,7 +79,7 @@ pub(super) fn read<'a>(
 
 /// Whether a list has so many prompts that those take more memory than their text. Numbers are tokens
 /// of one prompt.
-fn has_too_many(json: &str) -> bool {
+pub(super) fn has_too_many(json: &str) -> bool {
     let lists = || json.bytes().filter(|byte| *byte == b'[').count();
     match json
         .strip_prefix('[')
@@ -92,7 +92,7 @@ fn has_too_many(json: &str) -> bool {
 }
 
 /// At least the token ids of the prompts; 0 for texts.
-fn ids_max(json: &str) -> usize {
+pub(super) fn ids_max(json: &str) -> usize {
     let list = json.strip_prefix('[').map(str::trim_start);
     match list {
         Some(list) if !list.starts_with('"') => {
@@ -103,7 +103,7 @@ fn ids_max(json: &str) -> usize {
 }
 
 /// Reads the form that the first bytes announce; an element of another form is an error.
-fn prompts(raw: &RawValue) -> serde_json::Result<PromptList<'_>> {
+pub(super) fn prompts(raw: &RawValue) -> serde_json::Result<PromptList<'_>> {
     let json = raw.get();
     let first = json.strip_prefix('[').map(str::trim_start).unwrap_or("");
     Ok(match (json.as_bytes(), first.as_bytes()) {

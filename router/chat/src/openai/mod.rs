@@ -13,12 +13,14 @@ mod error;
 mod fields;
 mod form;
 mod impose;
+mod pooling;
 mod prompt_slot;
 mod rendered;
 mod request;
 mod resume;
 mod rewrite;
 mod sse;
+mod token_ids;
 mod usage;
 
 pub use chat::{ChatApi, ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
@@ -29,7 +31,8 @@ pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn,
 pub use prompt_slot::PromptSlot;
 pub use rendered::{RenderedPrompt, UnusableRendering, render_body, render_path};
 pub use request::{
-    OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse, parse_admitted,
+    OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, invoked_route, parse,
+    parse_admitted,
 };
 pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};
 pub use rewrite::without_python_numbers;

@@ -36,7 +36,10 @@ pub const fn render_path(route: PromptRoute) -> Option<&'static str> {
         PromptRoute::ChatCompletions => Some("/v1/chat/completions/render"),
         PromptRoute::Responses => Some("/v1/responses/render"),
         PromptRoute::Messages => Some("/v1/messages/render"),
-        PromptRoute::Completions => None,
+        PromptRoute::Completions
+        | PromptRoute::Embeddings
+        | PromptRoute::Pooling
+        | PromptRoute::TokenIds => None,
     }
 }
 

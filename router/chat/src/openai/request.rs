@@ -9,7 +9,7 @@ use super::completion::{self, CompletionParts};
 use super::converted::{self, ConvertedRoute};
 use super::error::OpenAiError;
 use super::fields::{BodyFields, UnreadableField, body_error};
-use super::rewrite;
+use super::{pooling, rewrite, token_ids};
 
 /// The routes whose prompts are read. Others pass through untouched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,40 @@ pub enum PromptRoute {
     Responses,
     /// Anthropic's `/v1/messages`.
     Messages,
+    /// `/v1/embeddings`, and `/classify`, whose bodies have the same prompt.
+    Embeddings,
+    /// Like embeddings, with a task.
+    Pooling,
+    /// vLLM's `/inference/v1/generate`.
+    TokenIds,
+}
+
+impl PromptRoute {
+    /// The path that requests of the route have first of all.
+    pub const fn path(self) -> &'static str {
+        match self {
+            Self::ChatCompletions => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+            Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
+            Self::Embeddings => "/v1/embeddings",
+            Self::Pooling => "/pooling",
+            Self::TokenIds => "/inference/v1/generate",
+        }
+    }
+}
+
+/// The route by which vLLM serves a body that came to `/invocations`; `None` if the router knows no
+/// such one.
+pub fn invoked_route(body: &[u8]) -> Option<PromptRoute> {
+    let fields = BodyFields::read(body, &["messages", "prompt", "input"]).ok()?;
+    [
+        ("messages", PromptRoute::ChatCompletions),
+        ("prompt", PromptRoute::Completions),
+        ("input", PromptRoute::Embeddings),
+    ]
+    .into_iter()
+    .find_map(|(name, route)| fields.has(name).then_some(route))
 }
 
 /// The options of a request, owned so that they outlive the body.
@@ -80,6 +114,8 @@ pub enum OpaqueReason {
     PromptMemory,
     /// Python reads a number of the chat that the router cannot.
     Number,
+    /// Texts to be pooled one by one, which are seldom alike.
+    SeveralPrompts,
     /// The router cannot read the value of this field.
     Unreadable(&'static str),
 }
@@ -97,6 +133,7 @@ impl OpaqueReason {
             Self::Suffix => "suffix",
             Self::PromptMemory => "prompt_memory",
             Self::Number => "number",
+            Self::SeveralPrompts => "several_prompts",
             Self::Unreadable(_) => "unreadable_field",
         }
     }
@@ -127,7 +164,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
 
 /// Memory for each token id of a client until its prompt is hashed: a list that grows, its copy, and
 /// the ids as bytes.
-const MEMORY_OF_ID: usize = 16;
+pub(super) const MEMORY_OF_ID: usize = 16;
 
 /// Like [`parse`]. `admits` is asked for bytes of memory before token ids are read, and before a
 /// prompt is converted to a chat; without them
@@ -146,6 +183,10 @@ pub fn parse_admitted<'b>(
         PromptRoute::Messages => {
             return converted::parse(ConvertedRoute::Messages, body, admits);
         }
+        PromptRoute::Embeddings | PromptRoute::Pooling => {
+            return pooling::parse(route, body, admits);
+        }
+        PromptRoute::TokenIds => return token_ids::parse(body, admits),
     };
     let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
     let model = fields.text("model")?.filter(|model| !model.is_empty());
@@ -199,7 +240,7 @@ impl FirstOpaque {
     }
 
     /// The value; an unreadable one is recorded and counts as absent.
-    fn readable<T>(&mut self, value: Result<Option<T>, UnreadableField>) -> Option<T> {
+    pub(super) fn readable<T>(&mut self, value: Result<Option<T>, UnreadableField>) -> Option<T> {
         value.unwrap_or_else(|UnreadableField(name)| {
             self.set(OpaqueReason::Unreadable(name));
             None
@@ -215,10 +256,7 @@ impl FirstOpaque {
 /// them together with `logprobs`; in a chat the default `top_logprobs` of 0 is enough.
 fn reads_cache(fields: &BodyFields<'_>, route: PromptRoute) -> bool {
     let echo = fields.flag("echo") == Ok(Some(true));
-    let echoed = match route {
-        PromptRoute::Completions => echo && fields.has("logprobs"),
-        PromptRoute::ChatCompletions | PromptRoute::Responses | PromptRoute::Messages => echo,
-    };
+    let echoed = echo && (route != PromptRoute::Completions || fields.has("logprobs"));
     !(fields.has("prompt_logprobs") || echoed)
 }
 

@@ -253,7 +253,11 @@ impl ProbeDefinition {
                 PromptRoute::Responses => ProbePath::RenderResponses,
                 PromptRoute::Messages => ProbePath::RenderMessages,
                 PromptRoute::ChatCompletions if self.rendered => ProbePath::RenderChat,
-                PromptRoute::ChatCompletions | PromptRoute::Completions => ProbePath::Tokenize,
+                PromptRoute::ChatCompletions
+                | PromptRoute::Completions
+                | PromptRoute::Embeddings
+                | PromptRoute::Pooling
+                | PromptRoute::TokenIds => ProbePath::Tokenize,
             },
             ours: encode(tokenizer, route, &body, now),
             body,

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use memchr::memmem;
 
 use crate::fleet::CatalogModel;
-use crate::openai::{
-    ChatParts, ParsedRequest, PromptList, PromptRoute, PromptSource, ThinkingRequest,
-};
+use crate::openai::{ChatParts, ParsedRequest, PromptList, PromptSource, ThinkingRequest};
 use crate::route::{PromptFeatures, PromptForm};
 
 /// Bytes of a chat's messages that are searched: a conversation's form shows at its beginning.
@@ -35,12 +33,7 @@ pub(super) fn form_of(
     Some(Arc::new(PromptForm {
         model: Arc::from(name),
         tokenizer: tokenizer.map_or(0, |version| version.number()),
-        route: match parsed.route {
-            PromptRoute::ChatCompletions => "/v1/chat/completions",
-            PromptRoute::Completions => "/v1/completions",
-            PromptRoute::Responses => "/v1/responses",
-            PromptRoute::Messages => "/v1/messages",
-        },
+        route: parsed.route.path(),
         features,
     }))
 }
@@ -88,7 +81,7 @@ fn features(chat: &ChatParts<'_>) -> PromptFeatures {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::openai;
+    use crate::openai::{self, PromptRoute};
 
     fn form(route: PromptRoute, body: &str) -> Option<String> {
         let parsed = openai::parse(route, body.as_bytes()).unwrap();

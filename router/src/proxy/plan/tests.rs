@@ -119,6 +119,57 @@ fn completion(body: &Value) -> Plan {
     plan(PromptRoute::Completions, text.as_bytes(), &inputs()).unwrap()
 }
 
+/// vLLM caches the prompts of these routes under the names of completions' blocks.
+#[test]
+fn a_text_has_the_blocks_of_a_completion_on_each_route() {
+    let inputs = with_tokenizer();
+    let text = "a text of some blocks, ".repeat(40);
+    let planned = |route, body: Value| {
+        let body = body.to_string();
+        plan(route, body.as_bytes(), &inputs).unwrap()
+    };
+    let completion = planned(
+        PromptRoute::Completions,
+        json!({"model": "m", "prompt": text}),
+    );
+    let blocks = completion.prompt.hit_blocks();
+    assert!(blocks.len() > 3);
+    for (route, body) in [
+        (
+            PromptRoute::Embeddings,
+            json!({"model": "m", "input": text}),
+        ),
+        (
+            PromptRoute::Embeddings,
+            json!({"model": "m", "input": [text]}),
+        ),
+        (
+            PromptRoute::Pooling,
+            json!({"model": "m", "input": text, "task": "classify"}),
+        ),
+    ] {
+        let plan = planned(route, body);
+        assert_eq!((plan.unhashed, plan.prompt.hit_blocks()), (None, blocks));
+    }
+    let ids = tokens(100);
+    let plan = planned(
+        PromptRoute::TokenIds,
+        json!({"model": "m", "token_ids": ids}),
+    );
+    let seed = Seed::new(None, None);
+    assert_eq!(plan.prompt.hit_blocks(), &hashes(&ids, seed)[..]);
+}
+
+/// They are computed one by one: their sum may exceed the model's length.
+#[test]
+fn several_inputs_count_as_long_as_they_are() {
+    let texts = vec!["x".repeat(3000); 10];
+    let body = json!({"model": "m", "input": texts}).to_string();
+    let plan = plan(PromptRoute::Embeddings, body.as_bytes(), &inputs()).unwrap();
+    assert_eq!(plan.unhashed, Some("several_prompts"));
+    assert!(plan.prompt.tokens() > 5000, "{}", plan.prompt.tokens());
+}
+
 fn tokens(count: u32) -> Vec<u32> {
     (0..count).collect()
 }

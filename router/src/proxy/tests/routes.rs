@@ -70,6 +70,89 @@ async fn an_operator_adds_routes() {
     world.until_quiet().await;
 }
 
+/// Engines cache the prompts of these routes as those of completions.
+#[tokio::test]
+async fn prompts_of_other_routes_are_read() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world.set("extra_routes = [\"/invocations\", \"/inference/v1/generate\"]");
+    let unhashed = |reason| {
+        let series = format!("unhashed_requests_total{{reason=\"{reason}\"}}");
+        world.metric(&series)
+    };
+    let ids: Vec<u32> = (0..40).collect();
+    for (path, body) in [
+        ("/v1/embeddings", json!({"model": "m", "input": ids})),
+        ("/classify", json!({"model": "m", "input": [ids]})),
+        ("/pooling", json!({"input": ids, "task": "embed"})),
+        ("/inference/v1/generate", json!({"token_ids": ids})),
+        ("/invocations", json!({"prompt": ids})),
+        ("/invocations", json!({"input": ids})),
+    ] {
+        let response = world.post(path, &body).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        let seen = engine.last();
+        assert_eq!((seen.path.as_str(), seen.body), (path, body.to_string()));
+    }
+    let reasons = [
+        "other_route",
+        "unknown_item",
+        "several_prompts",
+        "no_tokenizer",
+    ];
+    assert_eq!(reasons.map(unhashed), [0; 4]);
+    for (path, body, reason) in [
+        (
+            "/v1/embeddings",
+            json!({"input": ["a", "b"]}),
+            "several_prompts",
+        ),
+        ("/v1/embeddings", json!({"messages": []}), "unknown_item"),
+        (
+            "/inference/v1/generate",
+            json!({"model": "m"}),
+            "unknown_item",
+        ),
+        (
+            "/invocations",
+            json!({"messages": [{"role": "user", "content": "a"}]}),
+            "no_tokenizer",
+        ),
+        (
+            "/invocations",
+            json!({"query": "a", "documents": []}),
+            "other_route",
+        ),
+    ] {
+        let before = unhashed(reason);
+        let response = world.post(path, &body).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        assert_eq!(unhashed(reason), before + 1, "{path} {body}");
+    }
+    world.until_quiet().await;
+}
+
+/// It would make the engine announce its blocks again.
+#[tokio::test]
+async fn no_route_passes_the_report_mode() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world.set("extra_routes = [\"/invocations\", \"/inference/v1/generate\"]");
+    let mode = json!({"kv_cache_report_mode": "full"});
+    for (path, body) in [
+        ("/invocations", json!({"prompt": [1], "vllm_xargs": mode})),
+        (
+            "/inference/v1/generate",
+            json!({"token_ids": [1], "sampling_params": {"extra_args": mode}}),
+        ),
+    ] {
+        let response = world.post(path, &body).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        let seen = engine.last().body;
+        assert!(!seen.contains("report_mode"), "{path} {seen}");
+    }
+}
+
 /// As engines do, which clients that follow redirects never see.
 #[tokio::test]
 async fn a_slash_behind_a_route_is_redirected() {
