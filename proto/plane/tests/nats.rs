@@ -9,6 +9,8 @@ mod conformance;
 #[path = "nats/core.rs"]
 mod core_nats;
 mod nats_server;
+#[path = "nats/settings.rs"]
+mod settings;
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -24,6 +24,8 @@ pub struct NatsConfig {
     pub inbox: String,
     /// Bound on the messages that wait for one subscription; further ones are dropped and counted.
     pub queue_max: usize,
+    /// Between two checks of the streams and the server's limits, which an operator's tool may change.
+    pub setup_check: Duration,
 }
 
 impl NatsConfig {
@@ -39,6 +41,8 @@ impl NatsConfig {
             auth: NatsAuth::None,
             tls: NatsTls::default(),
             queue_max: 8192,
+            // Seldom enough for thousands of processes, which ask for three streams each.
+            setup_check: Duration::from_secs(60),
         }
     }
 

@@ -56,18 +56,20 @@ pub struct NatsPlane {
 impl NatsPlane {
     /// Connects once, and verifies that the namespace is set up.
     pub async fn connect(config: NatsConfig) -> Result<Self, NatsError> {
+        let every = config.setup_check;
         let core = setup::connect(config, RoundTrip::Stream).await?;
         setup::verify(&core, Sizes::Bounded).await?;
-        setup::keep_checked(&core);
+        setup::keep_checked(&core, every);
         Ok(Self { core })
     }
 
     /// Like [`NatsPlane::connect`], but creates what is missing first. Changes nothing that exists
     /// but bounds, and these only if `init` says so; the error lists the differences to it.
     pub async fn init(config: NatsConfig, init: InitConfig) -> Result<Self, NatsError> {
+        let every = config.setup_check;
         let core = setup::connect(config, RoundTrip::Stream).await?;
         setup::init(&core, &init).await?;
-        setup::keep_checked(&core);
+        setup::keep_checked(&core, every);
         Ok(Self { core })
     }
 

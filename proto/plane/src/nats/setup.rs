@@ -24,11 +24,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// A connection that died silently is detected after three of these.
 const PING: Duration = Duration::from_secs(2);
 
-/// Between two checks of the set-up: seldom enough for thousands of processes, which ask for three
-/// streams each.
-const CHECK_EVERY: Duration = Duration::from_secs(60);
-
-/// Between two equal warnings of it.
+/// Between two equal warnings of the set-up.
 const WARN_EVERY: Duration = Duration::from_secs(3600);
 
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
@@ -149,15 +145,15 @@ pub(super) async fn verify(core: &NatsCore, sizes: Sizes<'_>) -> Result<(), Nats
 }
 
 /// Checks the set-up while the plane is in use, as at the start: an operator's tool may change it.
-pub(super) fn keep_checked(core: &Arc<NatsCore>) {
-    let checks = check_now_and_then(Arc::downgrade(core));
+pub(super) fn keep_checked(core: &Arc<NatsCore>, every: Duration) {
+    let checks = check_now_and_then(Arc::downgrade(core), every);
     core.spawn(core.stop.clone().run_until_cancelled_owned(checks));
 }
 
-async fn check_now_and_then(core: Weak<NatsCore>) {
+async fn check_now_and_then(core: Weak<NatsCore>, every: Duration) {
     let mut known = SetupWarnings::default();
     loop {
-        sleep(CHECK_EVERY).await;
+        sleep(every).await;
         let Some(core) = core.upgrade() else {
             return;
         };
