@@ -1,14 +1,15 @@
 //! Three nats-servers with three replicas of each stream.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::json;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use warmroute_plane::{NatsPlane, Plane as _};
 use warmroute_proto::subject::Subjects;
 
-use super::{Scene, api, connect, positions};
-use crate::fleet::{Access, Flags, Fleet, NAMESPACE, PATIENCE, cluster, worker_name};
+use super::{Scene, api, connect, is_long, positions};
+use crate::fleet::{Access, Flags, Fleet, NAMESPACE, PATIENCE, cluster, signal, worker_name};
 use crate::nats_server::NatsServer;
 
 /// The log's leader is killed under load and restarted; then the next leader. An indexer starts
@@ -42,6 +43,84 @@ async fn leader_killed() {
     assert_ne!(led[0], led[1], "another node led");
     scene.is_right_after("both back").await;
     scene.end().await;
+}
+
+/// The log's leader stands still with open sockets, as on a suspended machine. Prints how long each
+/// source is without credit. Credit returns while the leader stands still.
+#[tokio::test(flavor = "multi_thread")]
+async fn leader_frozen() {
+    let flags = Flags {
+        access: Access::Cluster,
+        init: &["--replicas", "3"],
+        ..Flags::default()
+    };
+    let scene = Scene::start(3000, 2000, flags).await;
+    let plane = connect(&scene.fleet).await;
+    let rounds = if is_long() { 5 } else { 1 };
+    for _ in 0..rounds {
+        let leader = leader(&scene.fleet, &plane).await;
+        let pid = with_node(&scene.fleet, leader, |node| node.pid()).await;
+        signal(pid, "STOP");
+        let mut dark = DarkTimes::default();
+        let frozen = Instant::now();
+        while frozen.elapsed() < FROZEN {
+            scene.watch.check();
+            dark.look(&scene.fleet).await;
+            sleep(LOOK_EVERY).await;
+        }
+        dark.print();
+        assert!(dark.is_over(), "sources have credit again: {dark:?}");
+        signal(pid, "CONT");
+        scene.is_right_after("leader frozen and continued").await;
+        let copied = async |_: &Fleet| lagging(&plane).await == Some(0);
+        scene.fleet.until("three copies again", copied).await;
+    }
+    scene.end().await;
+}
+
+/// Time for which a leader stands still.
+const FROZEN: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Times without credit, by indexer and worker.
+#[derive(Debug, Default)]
+struct DarkTimes {
+    present: BTreeMap<(usize, String), Instant>,
+    longest: BTreeMap<(usize, String), Duration>,
+}
+
+impl DarkTimes {
+    async fn look(&mut self, fleet: &Fleet) {
+        for (number, index) in fleet.indexes().iter().enumerate() {
+            let sources = positions(fleet, index).await.unwrap_or_default();
+            for worker in (0..fleet.engines.len()).map(worker_name) {
+                let is_credited = sources
+                    .iter()
+                    .any(|(of, state, _)| *of == worker && CREDITED.contains(&state.as_str()));
+                let of = (number, worker);
+                let since = match is_credited {
+                    true => self.present.remove(&of),
+                    false => Some(*self.present.entry(of.clone()).or_insert_with(Instant::now)),
+                };
+                if let Some(since) = since {
+                    let longest = self.longest.entry(of).or_default();
+                    *longest = since.elapsed().max(*longest);
+                }
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.present.is_empty()
+    }
+
+    fn print(&self) {
+        for ((indexer, worker), time) in &self.longest {
+            let secs = time.as_secs_f64();
+            println!("indexer {indexer}: {worker} without credit for {secs:.1} s at most");
+        }
+        println!("{} of all sources lost credit", self.longest.len());
+    }
 }
 
 /// The log has two servers, the registry three. Without one of the log's, leases are renewed and
@@ -109,15 +188,16 @@ async fn log_without_a_leader() {
     scene.end().await;
 }
 
+/// States that give credit.
+const CREDITED: [&str; 2] = ["exact", "partial"];
+
 /// Sources that an indexer credits.
 async fn credited(fleet: &Fleet) -> usize {
     let mut credited = 0;
     for index in fleet.indexes() {
         let sources = positions(fleet, &index).await.unwrap_or_default();
         let states = sources.iter().map(|(_, state, _)| state.as_str());
-        credited += states
-            .filter(|state| ["exact", "partial"].contains(state))
-            .count();
+        credited += states.filter(|state| CREDITED.contains(state)).count();
     }
     credited
 }
@@ -183,7 +263,7 @@ async fn info(plane: &NatsPlane) -> Option<serde_json::Value> {
     api(plane, &format!("STREAM.INFO.wr_{NAMESPACE}"), &json!({})).await
 }
 
-async fn with_node(fleet: &Fleet, node: usize, act: impl FnOnce(&mut NatsServer)) {
+async fn with_node<R>(fleet: &Fleet, node: usize, act: impl FnOnce(&mut NatsServer) -> R) -> R {
     match node.checked_sub(1) {
         None => act(&mut *fleet.parts().server.lock().await),
         Some(peer) => act(&mut fleet.parts().peers.lock().await[peer]),
