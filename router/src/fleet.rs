@@ -319,19 +319,20 @@ impl TrackedRequest {
     }
 
     /// With the request's case.
-    pub(crate) const fn of_case(mut self, case: RequestCase) -> Self {
+    #[must_use]
+    pub const fn of_case(mut self, case: RequestCase) -> Self {
         self.case = case;
         self
     }
 
     /// The engine failed, maybe because of the request.
-    pub(crate) fn fail(&mut self) {
+    pub fn fail(&mut self) {
         self.report(RequestResult::Unproven(self.case));
     }
 
     /// The engine failed, and the request goes to another worker, whose answer is the proof.
     /// `pause`: the engine is overloaded, and asks for it.
-    pub(crate) fn suspect(&mut self, pause: Option<Duration>) -> SuspectedFailure {
+    pub fn suspect(&mut self, pause: Option<Duration>) -> SuspectedFailure {
         match pause {
             None => self.fail(),
             Some(_) => self.report(RequestResult::Unknown),
@@ -373,7 +374,7 @@ impl Drop for TrackedRequest {
 }
 
 /// A failure of a worker that the answer of another one proves.
-pub(crate) struct SuspectedFailure {
+pub struct SuspectedFailure {
     fleet: Arc<Fleet>,
     worker: WorkerId,
     url: String,
@@ -384,7 +385,7 @@ pub(crate) struct SuspectedFailure {
 
 impl SuspectedFailure {
     /// Another worker answered the request.
-    pub(crate) fn proven(self) {
+    pub fn proven(self) {
         let now = Instant::now().into_std();
         let times = RequestTimes {
             began: self.began,

@@ -35,7 +35,7 @@ mod indexer_rosters;
 mod journal;
 pub mod key_command;
 mod live_page;
-mod lost_sources;
+pub mod lost_sources;
 mod metrics;
 mod proxy;
 pub mod ready;

@@ -23,18 +23,18 @@ struct LostSources {
 
 /// Publishes the losses.
 #[derive(Debug, Default)]
-pub(crate) struct LossBoard(watch::Sender<Arc<LostSources>>);
+pub struct LossBoard(watch::Sender<Arc<LostSources>>);
 
 /// Notified of the losses after its making.
 #[derive(Debug)]
-pub(crate) struct LossWatch {
+pub struct LossWatch {
     lost: watch::Receiver<Arc<LostSources>>,
     since: u64,
 }
 
 /// Why a request should leave its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Loss {
+pub enum Loss {
     /// The worker is unhealthy or asleep.
     Worker,
     Stall,
@@ -83,7 +83,8 @@ impl LossBoard {
     }
 
     /// To be made before the choice of a source, so that no loss is missed.
-    pub(crate) fn watch(&self) -> LossWatch {
+    #[must_use]
+    pub fn watch(&self) -> LossWatch {
         let lost = self.0.subscribe();
         let since = lost.borrow().last;
         LossWatch { lost, since }
@@ -92,7 +93,7 @@ impl LossBoard {
 
 impl LossWatch {
     /// Waits for the next loss of a source. Cancel-safe. Pending for good once the board is gone.
-    pub(crate) async fn lost(&mut self, source: &Source) -> Loss {
+    pub async fn lost(&mut self, source: &Source) -> Loss {
         loop {
             {
                 let lost = self.lost.borrow_and_update();

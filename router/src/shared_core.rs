@@ -231,7 +231,8 @@ impl SharedCore {
     }
 
     /// The losses of sources.
-    pub(crate) const fn losses(&self) -> &LossBoard {
+    #[must_use]
+    pub const fn losses(&self) -> &LossBoard {
         &self.losses
     }
 

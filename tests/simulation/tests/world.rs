@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use warmroute_indexer::fold::RecordVerdict;
 use warmroute_simulation::world::{
-    Breakage, Fault, Outcome, Plan, Report, Scripted, Setting, WorldPlane, run,
+    Breakage, Fault, Outcome, Plan, Report, Scripted, Setting, Trouble, WorldPlane, run,
 };
 
 /// Storms on each plane, and those of a long run.
@@ -624,6 +624,50 @@ rows! {
     field_14_batch_larger_than_a_message: SmallMessages [ShimCrash(0), ShimCrash(0)];
     /// The lease that keeps them apart is lost while they write.
     field_15_two_snapshotters: Routers [LoseLeases, LoseLeases, LoseLeases, LoseLeases];
+}
+
+/// Routers have learned before the trouble begins.
+fn troubled(trouble: Trouble, broken: Option<Breakage>, worlds: u64) -> Vec<Plan> {
+    let plan = |seed| Plan {
+        broken,
+        script: script(seed, &[(6_000, EngineTrouble(0, trouble))]),
+        is_calm: true,
+        setting: Some(Setting::Roomy),
+        ..Plan::of(seed)
+    };
+    (0..worlds).map(plan).collect()
+}
+
+/// An engine runs and swallows requests. What that costs each router is bounded.
+#[test]
+fn rows_46_to_49_engines_in_trouble_cost_few_requests() {
+    for trouble in Trouble::ALL {
+        let (mut ended, mut lost) = (0, Vec::<u64>::new());
+        for plan in troubled(trouble, None, worlds()) {
+            let Outcome { losses, broken, .. } = run(&plan);
+            assert_eq!(broken, None, "{trouble:?}, seed {}", plan.seed);
+            assert_eq!(losses.trouble, Some(trouble), "seed {}", plan.seed);
+            ended += losses.ended;
+            lost.push(losses.lost.iter().sum());
+        }
+        let (all, most) = (lost.iter().sum::<u64>(), lost.iter().max());
+        println!("{trouble:?}: {all} of {ended} requests lost, {most:?} in one world at most");
+        assert!(ended > 100, "{trouble:?}: requests ended: {ended}");
+    }
+}
+
+/// A router counts an engine's errors as answers, or leaves requests at a lost engine.
+#[test]
+fn requests_lost_beyond_the_bound_are_found() {
+    for (breakage, trouble) in [
+        (Breakage::ErrorsAreAnswers, Trouble::Fails),
+        (Breakage::ErrorsAreAnswers, Trouble::ErrorFirst),
+        (Breakage::LossesIgnored, Trouble::Hangs),
+        (Breakage::LossesIgnored, Trouble::Frozen),
+    ] {
+        let found = broken_within(&troubled(trouble, Some(breakage), 4 * WORLDS));
+        assert!(found.contains("lost"), "{breakage:?}, {trouble:?}: {found}");
+    }
 }
 
 #[test]

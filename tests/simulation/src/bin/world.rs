@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::time::Instant;
-use warmroute_simulation::world::{Outcome, Plan, Report, WorldPlane, run};
+use warmroute_simulation::world::{Losses, Outcome, Plan, Report, WorldPlane, run};
 
 /// Runs seeds of the simulated world, prints those that fail and a summary.
 #[derive(Parser)]
@@ -110,6 +110,7 @@ fn outcome(seed: u64, plane: WorldPlane) -> Outcome {
     };
     let run = std::panic::catch_unwind(|| run(&plan));
     run.unwrap_or_else(|_| Outcome {
+        losses: Losses::default(),
         report: Report::default(),
         broken: Some("panicked".to_owned()),
         trace: Vec::new(),

@@ -8,13 +8,16 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::{Generation, RecordNumber, Source, Tiers, WorkerId};
 use warmroute_router::audit::UsageAudit;
 use warmroute_router::fleet::health::Observation;
-use warmroute_router::fleet::{Fleet, RequestResult, TrackedRequest};
+use warmroute_router::fleet::{
+    Fleet, RequestCase, RequestResult, SuspectedFailure, TrackedRequest,
+};
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
+use warmroute_router::lost_sources::LossWatch;
 use warmroute_router::openai::TokenUsage;
 use warmroute_router::route::index_view::AnswerPosition;
 use warmroute_router::route::{
@@ -95,6 +98,17 @@ pub(super) struct ClientRequest {
     pub(super) is_streaming: bool,
     /// Only the decision counts.
     pub(super) is_probe: bool,
+    /// Distinguishes it from others of its router.
+    pub(super) number: u64,
+}
+
+/// How a request ended, as its client saw it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RequestEnd {
+    /// Until the answer's first byte.
+    pub(super) waited: Duration,
+    pub(super) has_failed: bool,
+    pub(super) is_salted: bool,
 }
 
 /// What an answer states of one source, before anything is trusted.
@@ -147,6 +161,8 @@ pub(super) enum ClientNews {
     /// To an engine, whose answers come here.
     Submit(u64, Source, EngineRequest, mpsc::Sender<Http>),
     HangUp(u64, Source),
+    /// A request whose client stayed is over.
+    Ended(RequestEnd),
     /// A timer of a request ends after this time.
     RunAfter(Duration),
 }
@@ -176,12 +192,19 @@ struct Attempt {
     /// Workers that failed before.
     tried: Vec<Source>,
     is_prefilled: bool,
+    /// When the client's first byte came.
+    first_byte: Option<Instant>,
+    /// Losses of sources after the choice.
+    losses: LossWatch,
 }
 
 enum AttemptEnd {
-    Over,
-    /// This engine did not serve it.
-    Unserved(Source),
+    Over {
+        has_failed: bool,
+        first_byte: Option<Instant>,
+    },
+    /// This engine did not serve it. Another engine's answer proves the failure.
+    Unserved(Source, Option<SuspectedFailure>),
 }
 
 impl HeldSlot {
@@ -239,7 +262,15 @@ impl ClientContext {
         let reply = self.index.ask(request.prompt.hit_blocks()).await.ok();
         let stated = Arc::new(reply.as_ref().map(stated).unwrap_or_default());
         let reply = self.reply_as_read(reply, &stated);
-        let mut tried = Vec::new();
+        let (begun, mut tried, mut suspected) = (Instant::now(), Vec::new(), Vec::new());
+        let ended = |has_failed, first_byte: Option<Instant>| {
+            let first_byte = first_byte.unwrap_or_else(Instant::now);
+            ClientNews::Ended(RequestEnd {
+                waited: first_byte.duration_since(begun),
+                has_failed,
+                is_salted: request.request.cache_salt.is_some(),
+            })
+        };
         while let Some(attempt) = self.admit(&request, reply.as_ref(), &stated, &tried) {
             if request.is_probe {
                 attempt.slot.end(|_| ());
@@ -249,14 +280,26 @@ impl ClientContext {
                 .attempt(attempt, &request, reply.as_ref(), &stated)
                 .await
             {
-                AttemptEnd::Over => return,
-                AttemptEnd::Unserved(source) => {
+                AttemptEnd::Over {
+                    has_failed,
+                    first_byte,
+                } => {
+                    if !has_failed {
+                        suspected.into_iter().for_each(SuspectedFailure::proven);
+                    }
+                    return self.report(ended(has_failed, first_byte));
+                }
+                AttemptEnd::Unserved(source, failure) => {
                     tried.push(source);
+                    suspected.extend(failure);
                     if tried.len() == ATTEMPTS_MAX {
-                        return;
+                        break;
                     }
                 }
             }
+        }
+        if !request.is_probe {
+            self.report(ended(true, None));
         }
     }
 
@@ -288,6 +331,7 @@ impl ClientContext {
             prompt: &request.prompt,
             exclude: tried,
         };
+        let losses = self.observed.core.losses().watch();
         self.observed.record();
         let admitted = self.observed.core.admit(&ask, reply);
         self.observed.record();
@@ -310,19 +354,22 @@ impl ClientContext {
         })));
         let call = self.call(no, &decision.source, request);
         Some(Box::new(Attempt {
-            tracked: self.tracked(&decision.source),
+            tracked: self.tracked(&decision.source, request),
             decision,
             slot,
             watch,
             call,
             tried: tried.to_vec(),
             is_prefilled: false,
+            first_byte: None,
+            losses,
         }))
     }
 
-    fn tracked(&self, source: &Source) -> TrackedRequest {
+    fn tracked(&self, source: &Source, request: &ClientRequest) -> TrackedRequest {
         let worker = &source.worker;
-        self.fleet.request_began(worker, &url(worker))
+        let tracked = self.fleet.request_began(worker, &url(worker));
+        tracked.of_case(RequestCase(request.number))
     }
 
     fn call(&self, no: u64, source: &Source, request: &ClientRequest) -> EngineCall {
@@ -354,6 +401,7 @@ impl ClientContext {
                 self.run_after(predicted);
             }
             let mut prefill_end = pin!(sleep(predicted));
+            let source = attempt.decision.source.clone();
             let moved = loop {
                 let watch = attempt.watch.as_ref();
                 tokio::select! {
@@ -373,6 +421,12 @@ impl ClientContext {
                         }
                         MoveSignal::Expired => attempt.watch = None,
                     },
+                    _ = attempt.losses.lost(&source), if attempt.first_byte.is_none() => {
+                        if self.leaves(&attempt) {
+                            attempt.slot.end(SlotGuard::fail);
+                            return AttemptEnd::Unserved(source, None);
+                        }
+                    }
                     () = &mut prefill_end, if !request.is_streaming && !attempt.is_prefilled => {
                         attempt.is_prefilled = true;
                         attempt.watch = None;
@@ -390,11 +444,12 @@ impl ClientContext {
         request: &ClientRequest,
         what: Http,
     ) -> Result<AttemptEnd, Box<Attempt>> {
-        let has_begun = attempt.is_prefilled && request.is_streaming;
+        let mut has_failed = false;
         match what {
             Http::FirstToken if request.is_streaming => {
                 attempt.watch = None;
                 attempt.is_prefilled = true;
+                attempt.first_byte = Some(Instant::now());
                 attempt.tracked.report(RequestResult::Answered);
                 attempt.slot.guard().first_token();
                 return Err(attempt);
@@ -404,6 +459,21 @@ impl ClientContext {
                 return Err(attempt);
             }
             Http::FirstToken | Http::Block => return Err(attempt),
+            Http::Failed | Http::ErrorEvent => {
+                attempt.call.is_over = true;
+                has_failed = true;
+                if self.broken == Some(Breakage::ErrorsAreAnswers) {
+                    attempt.tracked.report(RequestResult::Answered);
+                } else if self.may_repeat(&attempt) {
+                    let failure = attempt.tracked.suspect(None);
+                    attempt.slot.end(SlotGuard::fail);
+                    let source = attempt.decision.source;
+                    return Ok(AttemptEnd::Unserved(source, Some(failure)));
+                } else {
+                    attempt.tracked.fail();
+                }
+                attempt.slot.end(SlotGuard::fail);
+            }
             Http::Done(cached_tokens) => {
                 attempt.call.is_over = true;
                 attempt.tracked.report(RequestResult::Answered);
@@ -428,12 +498,32 @@ impl ClientContext {
                     _ => attempt.tracked.report(RequestResult::Broken),
                 }
                 attempt.slot.end(SlotGuard::fail);
-                if !has_begun {
-                    return Ok(AttemptEnd::Unserved(attempt.decision.source));
+                if attempt.first_byte.is_none() {
+                    return Ok(AttemptEnd::Unserved(attempt.decision.source, None));
                 }
+                has_failed = true;
             }
         }
-        Ok(AttemptEnd::Over)
+        let first_byte = attempt.first_byte;
+        Ok(AttemptEnd::Over {
+            has_failed,
+            first_byte,
+        })
+    }
+
+    /// Whether another worker may serve the request: its client has no byte, nothing failed before,
+    /// and some worker can take it.
+    fn may_repeat(&self, attempt: &Attempt) -> bool {
+        let core = self.observed.core.core();
+        let (worker, now) = (&attempt.decision.source.worker, Instant::now().into_std());
+        attempt.first_byte.is_none()
+            && attempt.tried.is_empty()
+            && core.has_other("m", &[], worker, now)
+    }
+
+    /// Whether the request leaves its source, which is lost.
+    fn leaves(&self, attempt: &Attempt) -> bool {
+        self.broken != Some(Breakage::LossesIgnored) && self.may_repeat(attempt)
     }
 
     /// A worker refused the connection.
@@ -482,7 +572,8 @@ impl ClientContext {
             request: Arc::clone(request),
             moved_from: Some(attempt.call.no),
         })));
-        attempt.tracked = self.tracked(&moved.decision.source);
+        attempt.losses = self.observed.core.losses().watch();
+        attempt.tracked = self.tracked(&moved.decision.source, request);
         attempt.call = self.call(no, &moved.decision.source, request);
         attempt.decision = moved.decision;
     }

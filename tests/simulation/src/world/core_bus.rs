@@ -44,7 +44,7 @@ impl World {
             WorldPlane::Core => {
                 let skew = CLOCK_SKEW * u32::try_from(host).unwrap();
                 Some(CorePlaneConfig {
-                    namespace: self.namespace.clone(),
+                    namespace: super::namespace(),
                     id: self.dice.later.u64(..),
                     unix_ns: self.plane.clock(self.now + skew),
                     log_bytes_max: CorePlaneConfig::LOG_BYTES_MAX,

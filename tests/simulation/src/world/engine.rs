@@ -13,6 +13,7 @@ use super::faults::Rates;
 use super::host::{Event, Http, Input, ProcessId};
 use super::life::{DrawnGroups, Life, Told, Truth, draw_config};
 use super::plane::At;
+use super::trouble::{EngineTrouble, Trouble};
 use super::{World, shim};
 use warmroute_mock_engine::HashMode;
 
@@ -37,7 +38,9 @@ pub(super) struct EngineNode {
     /// Counts its lives.
     pub(super) number: u64,
     pub(super) is_up: bool,
+    /// When it was started, or its trouble ended.
     pub(super) up_since: At,
+    pub(super) trouble: EngineTrouble,
     /// When each batch of this life was published.
     pub(super) published: Vec<At>,
     pub(super) past: Vec<Past>,
@@ -63,11 +66,21 @@ pub(super) struct Guest {
 }
 
 impl EngineNode {
+    /// Whether its process answers at all.
+    pub(super) fn answers(&self) -> bool {
+        self.is_up && self.trouble.present != Some(Trouble::Frozen)
+    }
+
     pub(super) fn draw(worker: usize, rates: &Rates, rng: &mut Rng) -> Self {
         let mut config = draw_config(rng, DrawnGroups::One);
         config.life = rng.u64(..);
         if rates.has_one_group {
             config.groups = vec![warmroute_router::sim::GroupKind::FullAttention];
+        }
+        if rates.set.has_room {
+            config.num_blocks = 400;
+            config.max_num_seqs = 32;
+            config.max_num_batched_tokens = 8192;
         }
         let mode = if rng.bool() {
             HashMode::Int
@@ -87,6 +100,7 @@ impl EngineNode {
             number: 0,
             is_up: true,
             up_since: At::ZERO,
+            trouble: EngineTrouble::default(),
             published: Vec::new(),
             past: Vec::new(),
             is_reset: false,
@@ -106,7 +120,7 @@ impl World {
 
     pub(super) fn engine_works(&mut self, at: usize) {
         self.plan_engine(at);
-        if !self.engines[at].is_up {
+        if !self.engines[at].is_up || !self.computes(at) {
             return;
         }
         let is_busy = self
@@ -156,7 +170,7 @@ impl World {
     pub(super) fn replay(&mut self, shim: usize, life: u64, id: ReplayId, from: EngineSeq) {
         let host = self.shims[shim].host;
         let engine = &self.engines[self.shims[shim].worker];
-        if !engine.is_up || self.hosts[host].life != life {
+        if !engine.answers() || self.hosts[host].life != life {
             return;
         }
         let batches = &engine.life.batches;
@@ -193,9 +207,12 @@ impl World {
     // --- requests of routers
 
     pub(super) fn serve(&mut self, at: usize, from: ProcessId, no: u64, request: EngineRequest) {
+        let failure = self.failure(at, &request);
         let engine = &mut self.engines[at];
         let answer = if !engine.is_up {
             Http::Refused
+        } else if let Some(failure) = failure {
+            failure
         } else if let Some(id) = engine.life.take(request) {
             let guest = Guest {
                 from,
@@ -236,6 +253,11 @@ impl World {
         for produced in &outcome.produced {
             if produced.generated == 1 {
                 self.tell_guest(at, produced.id, Http::FirstToken);
+                if self.engines[at].trouble.present == Some(Trouble::ErrorLater) {
+                    self.tell_guest(at, produced.id, Http::ErrorEvent);
+                    self.engines[at].guests.remove(&produced.id);
+                    self.engines[at].life.drop_request(produced.id);
+                }
             }
             if produced.generated.is_multiple_of(size) {
                 self.tell_guest(at, produced.id, Http::Block);
@@ -286,6 +308,7 @@ impl World {
         self.disconnect_zmq(2 * at);
         self.disconnect_zmq(2 * at + 1);
         self.tell_all_guests(at, Http::Broken);
+        self.trouble_over(at);
         true
     }
 

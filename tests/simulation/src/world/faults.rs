@@ -12,6 +12,7 @@ use super::World;
 use super::host::{Event, Kind};
 use super::plane::Impairment;
 use super::shim;
+use super::trouble::Trouble;
 
 /// Often enough that a short world sees several snapshots.
 const SCHEDULE: Schedule = Schedule {
@@ -94,6 +95,8 @@ pub enum Fault {
     UnknownRemovals(usize),
     /// An engine whose block hashes have no position: one hash for two prefixes.
     PositionFreeHashes(usize),
+    /// An engine runs and swallows requests.
+    EngineTrouble(usize, Trouble),
 }
 
 impl Fault {
@@ -204,6 +207,8 @@ pub enum Setting {
     MixedBlocks,
     /// Routers, and every third broadcast is lost.
     LossyBroadcasts,
+    /// Routers, and three engines that have room for all requests of the other two.
+    Roomy,
 }
 
 /// Room for one source of a few, about.
@@ -220,6 +225,8 @@ pub(super) struct Set {
     pub(super) indexer_bytes_max: Option<usize>,
     /// The plane's limit of a message.
     pub(super) record_bytes_max: Option<usize>,
+    /// Engines have room for all requests at a time.
+    pub(super) has_room: bool,
     /// Connections stall so often, on average.
     stall_every: Option<Duration>,
 }
@@ -327,13 +334,18 @@ impl Rates {
             Setting::LittleMemory => self.set.indexer_bytes_max = Some(LITTLE_MEMORY),
             Setting::ShortLog => self.log_messages_max = 60,
             Setting::SmallMessages => self.set.record_bytes_max = Some(1024),
-            Setting::Routers | Setting::MixedBlocks | Setting::LossyBroadcasts => {
+            Setting::Routers | Setting::MixedBlocks | Setting::LossyBroadcasts | Setting::Roomy => {
                 let mut rng = Rng::with_seed(seed ^ 0x5E77_1265);
                 self.routers = rng.usize(2..4);
                 self.set.block_size = BlockSize::new([2, 4, 16][rng.usize(0..3)]);
                 self.indexers = 2;
                 if setting == Setting::LossyBroadcasts {
                     self.broadcast_lost = 300;
+                }
+                if setting == Setting::Roomy {
+                    self.workers = 3;
+                    self.storm = Duration::from_secs(40);
+                    self.set.has_room = true;
                 }
                 if setting == Setting::MixedBlocks {
                     self.workers = self.workers.max(2);
@@ -459,6 +471,7 @@ impl World {
             Fault::LoseAcks(at) => self.impair_log(Some(at), Impairment::LosesAnswers),
             Fault::LogLeaderless => self.impair_log(None, Impairment::Refuses),
             Fault::SlowStore => self.slow_store(),
+            Fault::EngineTrouble(at, trouble) => self.trouble(at, trouble),
             other => self.plane_fault(other),
         }
     }
@@ -722,6 +735,7 @@ impl World {
         }
         for engine in 0..self.engines.len() {
             self.plan(Duration::ZERO, Event::EngineStart(engine));
+            self.plan(Duration::ZERO, Event::TroubleOver(engine));
         }
     }
 }

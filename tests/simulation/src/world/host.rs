@@ -266,6 +266,10 @@ pub(super) enum Http {
     Refused,
     /// The request is not to its liking.
     Rejected,
+    /// An error status.
+    Failed,
+    /// The answer ends with an error.
+    ErrorEvent,
     FirstToken,
     /// A block of tokens more.
     Block,
@@ -350,6 +354,7 @@ pub(super) enum Event {
     Resume(usize),
     Link(usize, bool),
     EngineStart(usize),
+    TroubleOver(usize),
     Fault(Fault),
     Strike,
     /// Stalls some connections.

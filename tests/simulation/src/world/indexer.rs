@@ -39,7 +39,7 @@ impl World {
         indexer.runs += 1;
         let (host, writer) = (indexer.host, format!("i{at}r{}", indexer.runs));
         let config = IndexerConfig {
-            namespace: self.namespace.clone(),
+            namespace: super::namespace(),
             max_memory_bytes: self.rates.set.indexer_bytes_max.filter(|_| at == 0),
         };
         let (schedule, kind) = (self.rates.schedule, self.plane.kind);

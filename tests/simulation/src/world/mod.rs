@@ -47,6 +47,7 @@ mod sim_plane;
 mod strange;
 mod stranger;
 mod streams;
+mod trouble;
 mod wire;
 
 use std::collections::BinaryHeap;
@@ -68,6 +69,7 @@ use indexer::Indexer;
 use plane::{At, Log, Plane};
 use router::Router;
 use shim::Shim;
+pub use trouble::{Losses, Trouble};
 use wire::{LaterDice, MessageDice};
 
 /// A rule that a test breaks on purpose, to see that breaking it is found.
@@ -123,10 +125,14 @@ pub enum Breakage {
     StrangeForGood,
     /// A shim claims a generation at each batch that shows its mirror to be wrong.
     GenerationsUnlimited,
+    /// A router counts an engine's errors as answers.
+    ErrorsAreAnswers,
+    /// Requests stay at a source that is lost.
+    LossesIgnored,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 27] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -152,6 +158,8 @@ impl Breakage {
         Self::DeafIsConnected,
         Self::StrangeForGood,
         Self::GenerationsUnlimited,
+        Self::ErrorsAreAnswers,
+        Self::LossesIgnored,
     ];
 }
 
@@ -183,6 +191,7 @@ impl Plan {
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub report: Report,
+    pub losses: Losses,
     /// The first rule that did not hold, and when.
     pub broken: Option<String>,
     pub trace: Vec<String>,
@@ -203,10 +212,10 @@ pub struct World {
     shims: Vec<Shim>,
     indexers: Vec<Indexer>,
     routers: Vec<Router>,
-    namespace: Namespace,
     subjects: Subjects,
     checks: Checks,
     vouched: Vouched,
+    losses: Losses,
     /// The faults are over since then.
     calm_since: Option<At>,
     /// Before, the network let single messages wait.
@@ -226,9 +235,14 @@ pub fn run(plan: &Plan) -> Outcome {
     }
     Outcome {
         report: world.checks.report(),
+        losses: world.losses,
         broken: world.checks.broken.take(),
         trace: world.trace.unwrap_or_default(),
     }
+}
+
+fn namespace() -> Namespace {
+    Namespace::from("t")
 }
 
 impl World {
@@ -246,7 +260,6 @@ impl World {
         if let Some(setting) = plan.setting {
             rates.settle(setting, plan.seed);
         }
-        let namespace = Namespace::from("t");
         let log = Log::new(
             StreamIdentity {
                 created_unix_ns: 1,
@@ -266,10 +279,10 @@ impl World {
             shims: Vec::new(),
             indexers: Vec::new(),
             routers: Vec::new(),
-            subjects: Subjects::new(&namespace),
-            namespace,
+            subjects: Subjects::new(&namespace()),
             checks: Checks::default(),
             vouched: Vouched::default(),
+            losses: Losses::default(),
             calm_since: None,
             was_late: false,
             trace: plan.is_traced.then(Vec::new),
@@ -389,6 +402,9 @@ impl World {
     }
 
     fn happen(&mut self, event: Event) {
+        let Some(event) = self.as_read(event) else {
+            return;
+        };
         match event {
             Event::Host { host, life, input } => self.deliver(host, life, input),
             Event::Plane {
@@ -432,6 +448,7 @@ impl World {
             Event::Start(host) => self.start(host),
             Event::Link(host, is_up) => self.link(host, is_up),
             Event::EngineStart(engine) => self.start_engine(engine),
+            Event::TroubleOver(engine) => self.trouble_over(engine),
             Event::Fault(fault) => self.fault(fault),
             Event::Strike => self.strike(),
             Event::StallSome => self.stall_some(),

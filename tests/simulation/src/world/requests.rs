@@ -31,6 +31,7 @@ use super::host::{Event, Input, Kind, Timer};
 use super::life::draw_request;
 use super::plane::At;
 use super::router::{HEALTH_EVERY, PROBE_EVERY, RouterRun};
+use super::trouble::Trouble;
 
 /// Clients come so long into the calm.
 const COME_ON: Duration = Duration::from_secs(3);
@@ -174,6 +175,7 @@ impl World {
             prompt: Arc::new(prompt),
             is_streaming: self.rng.u8(0..4) > 0,
             is_probe: purpose == Purpose::Probe,
+            number: run.next_request,
         });
         let no = run.next_request;
         run.next_request += 1;
@@ -401,6 +403,7 @@ impl World {
                 let after = self.delay();
                 self.plan(after, Event::HangUp { engine, from, no });
             }
+            ClientNews::Ended(end) => self.request_ended(at, end),
             ClientNews::RunAfter(after) => self.run_after(host, after),
         }
         self.routers[at].run = Some(run);
@@ -528,17 +531,24 @@ impl World {
         believed
     }
 
-    /// Whether this router must know that the engine is gone.
+    /// Whether this router must know that the engine is gone, or asleep.
     fn is_known_gone(&self, at: usize, run: &RouterRun, engine: usize) -> bool {
-        let down_since = self.engines[engine].past.last().map(|past| past.ended);
-        !self.engines[engine].is_up && self.has_learnt(at, run, engine, down_since)
+        let node = &self.engines[engine];
+        let since = match node.trouble.present {
+            Some(Trouble::Asleep) => Some(node.trouble.since),
+            Some(_) | None if node.is_up => return false,
+            Some(_) | None => node.past.last().map(|past| past.ended),
+        };
+        self.has_learnt(at, run, engine, since)
     }
 
     /// An engine of which this router must know that it runs.
     fn known_well(&self, at: usize, run: &RouterRun) -> Option<usize> {
         let is_well = |engine: &usize| {
-            let up_since = Some(self.engines[*engine].up_since);
-            self.engines[*engine].is_up && self.has_learnt(at, run, *engine, up_since)
+            let node = &self.engines[*engine];
+            node.is_up
+                && node.trouble.present.is_none()
+                && self.has_learnt(at, run, *engine, Some(node.up_since))
         };
         (0..self.engines.len()).find(is_well)
     }

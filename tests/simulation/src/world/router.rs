@@ -27,7 +27,8 @@ use super::engine::EngineNode;
 use super::host::{Event, Http, Input, Kind, ProcessId, Timer};
 use super::plane::At;
 use super::requests::Shown;
-use super::sim_plane::{Listing, SimProbe};
+use super::sim_plane::{Listing, ProbeAnswer, SimProbe};
+use super::trouble::Trouble;
 use super::{Breakage, World};
 
 pub(super) const HEALTH_EVERY: Duration = Duration::from_secs(1);
@@ -302,7 +303,10 @@ impl World {
         let input = Input::Probed {
             engine,
             to,
-            listing: answers.then(|| ["m".to_owned()].into()),
+            listing: answers.then(|| ProbeAnswer {
+                models: ["m".to_owned()].into(),
+                is_asleep: self.engines[engine].trouble.present == Some(Trouble::Asleep),
+            }),
         };
         self.send_process(from, after, input);
     }

@@ -408,7 +408,7 @@ impl World {
                 self.plan(after, event);
             }
             Sent::CheckHealth(to) => {
-                let health = if self.engines[self.shims[at].worker].is_up {
+                let health = if self.engines[self.shims[at].worker].answers() {
                     EngineHealth::Healthy
                 } else {
                     EngineHealth::Unhealthy

@@ -59,7 +59,7 @@ impl World {
         self.shims[at].begun.clear();
         let worker = self.engines[worker].source.worker.clone();
         let url = url(&worker);
-        let mut config = ShimConfig::new(self.namespace.clone(), worker, url);
+        let mut config = ShimConfig::new(super::namespace(), worker, url);
         config.kv_endpoint = Some("tcp://engine:5557".to_owned());
         config.kv_replay_endpoint = Some("tcp://engine:5558".to_owned());
         config.outbox_bytes_max = self.rates.outbox_bytes_max;
@@ -95,7 +95,7 @@ impl World {
     /// The answer of the engine's HTTP.
     pub(super) fn engine_info(&self, worker: usize) -> InfoAnswer {
         let engine = &self.engines[worker];
-        if !engine.is_up {
+        if !engine.answers() {
             return Err(InfoError::Silence);
         }
         let config = &engine.life.config;

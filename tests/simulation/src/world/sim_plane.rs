@@ -41,8 +41,17 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) type InfoAnswer = Result<EngineInfo, InfoError>;
 
-/// The models that an engine lists; `None` if it refuses the connection.
-pub(super) type Listing = Option<BTreeSet<String>>;
+/// A router's probe fails after this time.
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What an engine answers to a router's probe; `None` if it refuses the connection.
+pub(super) type Listing = Option<ProbeAnswer>;
+
+#[derive(Debug)]
+pub(super) struct ProbeAnswer {
+    pub(super) models: BTreeSet<String>,
+    pub(super) is_asleep: bool,
+}
 
 /// What a process sends.
 #[derive(Debug)]
@@ -548,9 +557,11 @@ impl EngineProbe for SimProbe {
     async fn probe(&self, target: &ProbeTarget) -> ProbeResult {
         let (answer, answered) = oneshot::channel();
         self.0.push(Sent::Probe(target.worker.clone(), answer));
-        ProbeResult::Seen(match answered.await {
-            Ok(Some(listed)) => target.seen(&listed),
-            Ok(None) | Err(_) => Observation::ConnectRefused,
+        ProbeResult::Seen(match timeout(HEALTH_TIMEOUT, answered).await {
+            Ok(Ok(Some(answer))) if answer.is_asleep => Observation::Asleep,
+            Ok(Ok(Some(answer))) => target.seen(&answer.models),
+            Ok(Ok(None) | Err(_)) => Observation::ConnectRefused,
+            Err(_) => Observation::ProbeFailed,
         })
     }
 }
