@@ -160,9 +160,7 @@ impl StallDetector {
         };
         let elapsed = now.saturating_duration_since(request.sent).as_secs_f64();
         let watch = self.sources.get_mut(request.source);
-        // Times at a source that does not work say nothing of one that does.
-        let is_live = matches!(watch.state, StallState::Live)
-            && watch.stalled.is_none_or(|stalled| request.sent > stalled);
+        let is_live = watch.works_since(request.sent);
         match request.awaited {
             Awaited::FirstToken if is_live => {
                 let ratio = elapsed / request.predicted.as_secs_f64().max(1e-3);
@@ -176,6 +174,15 @@ impl StallDetector {
             Awaited::FirstToken | Awaited::End => {}
         }
         self.progressed(request.source, now)
+    }
+
+    /// Whether the time of a waiting request is one of a source that works.
+    #[must_use]
+    pub fn is_measurable(&self, counter: u64) -> bool {
+        self.waiting.get(&counter).is_none_or(|request| {
+            let watch = self.sources.get(request.source);
+            watch.is_none_or(|watch| watch.works_since(request.sent))
+        })
     }
 
     /// The source of a waiting request.
@@ -354,6 +361,12 @@ impl StallDetector {
 }
 
 impl SourceWatch {
+    /// No stall since then, and no probing now: times at a source that does not work say nothing of
+    /// one that does.
+    fn works_since(&self, sent: Instant) -> bool {
+        matches!(self.state, StallState::Live) && self.stalled.is_none_or(|stalled| sent > stalled)
+    }
+
     /// After the pause the next request is a probe.
     fn begin_probes(&mut self, now: Instant) {
         if let StallState::Stalled { until } = self.state

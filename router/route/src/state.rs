@@ -324,13 +324,21 @@ impl Core {
         let changes = match event {
             SlotEvent::FirstToken { counter } => {
                 self.moves.settle(counter);
+                let is_measurable = self.stalls.is_measurable(counter);
                 if let Some(sent) = self.pending.remove(&counter) {
                     let elapsed = now.saturating_duration_since(sent.sent);
-                    self.slowness.learn(sent.source, sent.typical, elapsed, now);
+                    if is_measurable {
+                        self.slowness.learn(sent.source, sent.typical, elapsed, now);
+                    }
                     self.traffic.first_token(sent.source, elapsed, now);
                 }
                 self.answered(counter, now);
-                vec![LoadChange::MarkPrefillCompleted { counter }]
+                let unmeasured = LoadChange::Grow { counter, blocks: 0 };
+                let completed = LoadChange::MarkPrefillCompleted { counter };
+                match is_measurable {
+                    true => vec![completed],
+                    false => vec![unmeasured, completed],
+                }
             }
             SlotEvent::PrefillPredicted { counter } => {
                 self.moves.settle(counter);

@@ -455,6 +455,22 @@ fn a_source_without_first_tokens_is_left_out_for_a_while() {
     assert!(!core.is_stalled(&stuck, now + Duration::from_secs(60)));
 }
 
+/// What a request waited for at a hung engine is no speed of the engine that works again.
+#[test]
+fn a_source_that_worked_again_is_as_fast_as_before() {
+    let (mut core, now) = (core(1), start());
+    let stuck = admit(&mut core, &prompt(100, 0), None, now);
+    let of = |core: &Core| core.speed(&stuck.decision.source);
+    let before = of(&core);
+    let late = now + Duration::from_secs(32);
+    core.tick(late);
+    assert!(core.is_stalled(&stuck.decision.source, late));
+    let counter = stuck.slot;
+    core.note(SlotEvent::FirstToken { counter }, late).unwrap();
+    assert_eq!(of(&core), before);
+    assert_eq!(core.ttft_ratio(&stuck.decision.source, late), None);
+}
+
 #[test]
 fn a_retry_takes_a_slot_of_its_own_elsewhere() {
     let (mut core, now) = (core(1), start());
