@@ -320,7 +320,11 @@ impl App {
             false => RetryReason::Status,
         };
         if !may_repeat || !self.takes_retry(kind, reason) {
-            answer.placement.tracked.fail();
+            match history.suspected.is_empty() {
+                true => answer.placement.tracked.fail(),
+                // Another worker failed the request too: it says nothing of this one.
+                false => answer.placement.tracked.report(RequestResult::Unknown),
+            }
             return Ok(Box::new(answer));
         }
         history.is_doubtful |= kind == RetryKind::Doubtful;

@@ -114,6 +114,25 @@ async fn a_request_on_which_all_engines_fail_opens_nothing_and_reaches_two() {
     assert_eq!(outcomes(&world, "engine_5xx"), 20);
 }
 
+/// Otherwise a worker that gets few requests but repeated ones would fail most of what it gets.
+#[tokio::test]
+async fn a_failure_that_another_worker_repeats_counts_once() {
+    let engines = [Engine::start().await, Engine::start().await];
+    for engine in &engines {
+        engine.answer_with(StatusCode::INTERNAL_SERVER_ERROR);
+    }
+    let world = World::with(&[&engines[0], &engines[1]]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 500);
+    response.bytes().await.unwrap();
+    let asked: usize = engines.iter().map(Engine::asked).sum();
+    assert_eq!(asked, 2);
+    let workers = world.app.fleet.snapshot();
+    let failed: u32 = workers.iter().map(|worker| worker.breaker.counts().0).sum();
+    assert_eq!(failed, 1);
+    world.until_quiet().await;
+}
+
 /// A client with a wrong key, or one that asks for what is not there.
 #[tokio::test]
 async fn clients_mistakes_are_hardly_repeated() {
