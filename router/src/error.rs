@@ -25,7 +25,9 @@ pub(crate) enum ProxyError {
     TooLarge { max: usize },
     #[error("The request body did not arrive in time.")]
     BodyTimeout,
-    #[error("The request body has an unsupported Content-Encoding. Send it plain, or as gzip or zstd.")]
+    #[error(
+        "The request body has an unsupported Content-Encoding. Send it plain, or as gzip or zstd."
+    )]
     BodyEncoded,
     #[error("The model `{0}` does not exist.")]
     UnknownModel(String),

@@ -119,7 +119,7 @@ pub async fn run(
     announce: impl FnOnce(Addresses),
 ) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("listening for signals")?;
-    let running = Running::start(config, background).await?;
+    let running = Box::pin(Running::start(config, background)).await?;
     announce(running.addresses);
     let leave = tokio::select! {
         signal = signals.received() => {

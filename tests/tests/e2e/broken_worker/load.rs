@@ -105,7 +105,7 @@ fn chat(number: u64, is_stream: bool, shape: Shape) -> (Value, bool) {
     let system = if shape == Shape::LongPrompts && number % 60 == 30 {
         own = words(number, 100_000);
         &own
-    } else if (number / 4) % 2 == 0 {
+    } else if (number / 4).is_multiple_of(2) {
         &*HOT
     } else {
         own = words(number, 1_000);
