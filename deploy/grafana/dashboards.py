@@ -156,7 +156,7 @@ ROUTER = [
     panel("Retries left", "none", (routers("retries_left"), "{{instance}}"),
           about="By the budget of retries, for the last minute."),
     panel("Workers passed over", "none",
-          (f"max by (worker, reason) ({routers('worker_passed_over')})", "{{worker}} {{reason}}")),
+          (f"max by (worker, reason) ({routers('worker_passed_over')}) or on() vector(0)", "{{worker}} {{reason}}")),
     panel("Aborted by clients", "reqps", total(routers("upstream_cancels_total"), "phase")),
     panel("Connections and waits", "none",
           (f"sum by (instance) ({routers('connections')})", "{{instance}} connections"),

@@ -48,10 +48,14 @@ async fn assert_credited(fleet: &Fleet, prompts: &mut impl Iterator<Item = u64>,
     }
 }
 
-fn warnings(fleet: &Fleet, text: &str) -> usize {
-    let log = fleet.shim_log();
-    let is_warning = |line: &&str| line.contains("WARN") && line.contains(text);
-    log.lines().filter(is_warning).count()
+/// The log has one such warning. It may be written after the state shows.
+async fn until_warned(fleet: &Fleet, text: &str) {
+    let is_warned = async |fleet: &Fleet| {
+        let log = fleet.shim_log();
+        let is_warning = |line: &&str| line.contains("WARN") && line.contains(text);
+        log.lines().filter(is_warning).count() == 1
+    };
+    fleet.until(text, is_warned).await;
 }
 
 /// An event that is not understood costs no block, and lowers the state until the next clear.
@@ -80,7 +84,7 @@ async fn an_odd_event_costs_no_credit(mode: Mode) {
         assert_eq!((&*served.state, served.overlap_blocks), (state, BLOCKS));
         assert_credited(&fleet, &mut prompts, state).await;
         assert_eq!(generations(&fleet, &fleet.indexes()[0]).await, before);
-        assert_eq!(warnings(&fleet, warning), 1, "{warning}");
+        until_warned(&fleet, warning).await;
         let reset = fleet.http.post(fleet.engine(0, "/reset_prefix_cache"));
         assert!(reset.send().await.unwrap().status().is_success());
         assert_credited(&fleet, &mut prompts, "exact").await;
@@ -105,7 +109,7 @@ async fn a_payload_that_is_no_batch_costs_one_generation_and_no_later_credit(mod
         })
         .await;
     assert_credited(&fleet, &mut prompts, "partial").await;
-    assert_eq!(warnings(&fleet, "sent an unknown payload"), 1);
+    until_warned(&fleet, "sent an unknown payload").await;
     let reset = fleet.http.post(fleet.engine(0, "/reset_prefix_cache"));
     assert!(reset.send().await.unwrap().status().is_success());
     assert_credited(&fleet, &mut prompts, "exact").await;
@@ -124,7 +128,7 @@ async fn a_message_without_a_sequence_number_costs_credit_until_the_next_with_on
         })
         .await;
     let text = "sent a message without a sequence number";
-    assert_eq!(warnings(&fleet, text), 1);
+    until_warned(&fleet, text).await;
     fleet
         .until("the source is exact", async |fleet| {
             complete(fleet, fastrand::u64(500..1000)).await;
@@ -148,10 +152,7 @@ async fn a_group_of_an_unknown_kind_ends_exact_and_no_request(mode: Mode) {
             sources.values().all(|(state, _)| state == "partial")
         })
         .await;
-    assert_eq!(
-        warnings(&fleet, "kv_cache_spec_kind \"folded_attention\""),
-        1
-    );
+    until_warned(&fleet, "kv_cache_spec_kind \"folded_attention\"").await;
     let served = loop {
         let served = complete(&fleet, 0).await;
         assert_eq!(served.cached_tokens, BLOCKS * BLOCK);
@@ -187,8 +188,7 @@ async fn an_engine_that_comes_back_without_metrics_is_unverified(mode: Mode) {
     until("stale").await;
     set(json!({"health": 200})).await;
     until("unverified").await;
-    let warned = async |fleet: &Fleet| warnings(fleet, "hits may be shorter") == 1;
-    fleet.until("a warning names the cause", warned).await;
+    until_warned(&fleet, "hits may be shorter").await;
     set(json!({"metrics": true})).await;
     until("exact").await;
     assert_credited(&fleet, &mut prompts, "exact").await;

@@ -16,6 +16,7 @@ use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::ViewPage;
 use warmroute_proto::{Namespace, codec};
+use warmroute_shim::source::GenerationReason;
 
 use super::equality::{states, until_equal};
 use super::load::{sequential, under_load};
@@ -395,7 +396,11 @@ async fn assert_pages(fleet: &Fleet) {
     let reasons = shim
         .lines()
         .filter(|line| line.starts_with("warmroute_shim_resyncs_total{"));
-    assert_eq!(reasons.count(), 2 * 18, "each reason of each source");
+    assert_eq!(
+        reasons.count(),
+        2 * GenerationReason::ALL.len(),
+        "each reason of each source"
+    );
     for page in [&index, &shim, &page(fleet, fleet.admin(0, "")).await] {
         let described = page.lines().filter(|line| line.starts_with("# TYPE "));
         let mut described: Vec<&str> = described.collect();
