@@ -28,13 +28,15 @@ const VARIABLES: [(&str, &str); 4] = [
 const FALLBACK: &str = " or on() vector(0)";
 
 /// Panels with a query that has a series only after a failure, a drain or a lost record.
-const HEALTHY: [&str; 9] = [
+const HEALTHY: [&str; 11] = [
     "fleet: \"Workers\"",
     "router: \"Aborted by clients\"",
+    "router: \"Attempts that engines failed\"",
     "router: \"Lost log lines and records\"",
     "router: \"Prompts without block hashes\"",
     "router: \"Retries\"",
     "router: \"Settings files refused\"",
+    "router: \"Workers passed over\"",
     "worker: \"Credit ignored\"",
     "worker: \"Failed checks of tokenizer and blocks\"",
     "worker: \"Failed\"",
