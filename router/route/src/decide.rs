@@ -140,6 +140,10 @@ pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, Rout
     let choice = pick(input, &eligible, &compared, rng).ok_or(RouteRefusal::AllTried)?;
     let weigh = |index: usize| {
         let terms = scale.terms(eligible[index]);
+        let requests = terms.requests();
+        let level = |lowest| cost::level_near_time(terms.cost, lowest, requests);
+        let value = lowest.map_or(terms.cost, level);
+        debug_assert_eq!(value.to_bits(), compared[index].cost.to_bits());
         Terms {
             is_near: lowest.is_some_and(|lowest| cost::is_near_time(terms.cost, lowest)),
             probability: choice.probability(index, &compared),
