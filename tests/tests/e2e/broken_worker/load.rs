@@ -34,6 +34,8 @@ pub(super) struct Load {
     pub(super) per_second: u64,
     pub(super) secs: u64,
     pub(super) shape: Shape,
+    /// Seconds in which half of the requests have the hot prefix. Later no cache prefers a worker.
+    pub(super) hot_secs: u64,
     /// Silence that is a stream's own, and not counted as lateness.
     pub(super) silence: Duration,
 }
@@ -44,6 +46,7 @@ impl Load {
             per_second: 10,
             secs,
             shape: Shape::Usual,
+            hot_secs: secs,
             silence: Duration::ZERO,
         }
     }
@@ -78,7 +81,7 @@ pub(super) async fn run(http: &Client, bases: &[String], load: Load) -> Vec<Sent
         let url = format!("{}{PATH}", bases[router]);
         // Each of two routers gets all kinds.
         let is_stream = (number / 2) % 2 == 0;
-        let (body, is_marked) = chat(number, is_stream, load.shape);
+        let (body, is_marked) = chat(number, is_stream, load);
         let (http, at) = (http.clone(), begun.elapsed());
         requests.spawn(async move {
             let (failed, waited) = send(&http, &url, &body, load.patience()).await;
@@ -99,13 +102,14 @@ pub(super) fn hot_chat(number: u64) -> Value {
     body(&HOT, number, false, "")
 }
 
-fn chat(number: u64, is_stream: bool, shape: Shape) -> (Value, bool) {
+fn chat(number: u64, is_stream: bool, load: Load) -> (Value, bool) {
+    let shape = load.shape;
     let is_marked = shape == Shape::Marked && number % 10 == 7;
     let own;
     let system = if shape == Shape::LongPrompts && number % 60 == 30 {
         own = words(number, 100_000);
         &own
-    } else if (number / 4).is_multiple_of(2) {
+    } else if (number / 4).is_multiple_of(2) && number < load.per_second * load.hot_secs {
         &*HOT
     } else {
         own = words(number, 1_000);
@@ -151,7 +155,8 @@ async fn send(
         last = Instant::now();
     };
     let answered = async {
-        let answer = http.post(url).json(body).send().await;
+        let asked = http.post(url).json(body).timeout(patience);
+        let answer = asked.send().await;
         let answer = answer.map_err(|error| format!("{error:?}"))?;
         read(answer, body["stream"] == true, &mut noted).await
     };

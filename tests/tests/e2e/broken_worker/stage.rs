@@ -49,10 +49,10 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    /// Requests whose answer is an error or is not whole. Those that a fault is meant for do not
-    /// count.
-    pub(super) fn failed(&self) -> usize {
-        let failed = |sent: &&Sent| sent.failed.is_some() && !sent.is_marked;
+    /// Requests whose answer is an error or is not whole. Poisoned ones do not count.
+    pub(super) fn failed(&self, fault: Option<Fault>) -> usize {
+        let is_poisoned = |sent: &Sent| sent.is_marked && fault == Some(Fault::Poison);
+        let failed = |sent: &&Sent| sent.failed.is_some() && !is_poisoned(sent);
         self.sent.iter().filter(failed).count()
     }
 

@@ -129,11 +129,12 @@ async fn figures(row: Row, front: Front, programs: Option<&PathBuf>) -> String {
     let (broken, times) = if row.is_everywhere {
         (all.as_slice(), stage::Times { begin: 0, ..TABLE })
     } else {
+        load.hot_secs = TABLE.end;
         (&all[hot..=hot], TABLE)
     };
     let figures = stage::run(&fleet, &bases, load, (row.fault, broken), &times).await;
     show_failures(row, front, &figures);
-    let (failed, late) = (figures.failed(), figures.late(load.silence));
+    let (failed, late) = (figures.failed(row.fault), figures.late(load.silence));
     if row.is_everywhere {
         let alarms = match peer {
             Some(_) => String::new(),
