@@ -21,7 +21,10 @@ const NOW: i64 = 1_772_874_302;
 
 /// Renders a template without a chat.
 fn render(source: &str, context: &Value) -> Result<String, Error> {
-    let mut env = environment()?;
+    render_in(environment()?, source, context)
+}
+
+fn render_in(mut env: Environment<'_>, source: &str, context: &Value) -> Result<String, Error> {
     env.add_global("strftime_now", strftime_now(CivilTime::from_unix(NOW)));
     let source = without_generation_tags(source);
     env.render_str(&prepared(&source), context.clone())
@@ -80,8 +83,13 @@ fn methods_split_and_strip_as_python_does() {
 #[test]
 fn an_endless_template_is_stopped() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}";
+    let mut env = environment().unwrap();
+    assert_eq!(env.fuel(), Some(FUEL));
+    env.set_fuel(Some(SHORT_FUEL));
     assert_eq!(
-        render(endless, &Value::UNDEFINED).unwrap_err().kind(),
+        render_in(env, endless, &Value::UNDEFINED)
+            .unwrap_err()
+            .kind(),
         ErrorKind::OutOfFuel
     );
     let nested = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
