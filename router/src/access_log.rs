@@ -61,7 +61,7 @@ enum LogOutput {
     File(File),
 }
 
-/// `docs/CONFIGURATION.md` describes the keys.
+/// `docs/REFERENCE.md` describes the keys.
 #[derive(Serialize)]
 struct AccessLine<'a> {
     time: String,

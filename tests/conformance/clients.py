@@ -317,7 +317,7 @@ def compare_objects(scenario, direct, routed, engine):
         assert left == right, f"{scenario.__name__}, value {at}:\ndirect {left}\nrouted {right}"
 
 
-# What the router documents to change, in docs/CONFIGURATION.md, "What engines and clients get".
+# What the router documents to change, in docs/CLIENTS.md, "Bodies and headers".
 NOT_TO_ENGINE = {"host", "content-length", "accept-encoding", "authorization", "x-api-key"}
 ADDED_TO_REQUEST = {"x-request-id", "x-data-parallel-rank"}
 ADDED_TO_ANSWER = ("x-request-id", "x-warmroute-", "x-ratelimit-")

@@ -101,7 +101,7 @@ async fn a_renamed_file_is_opened_again_and_the_stop_loses_nothing() {
     assert_eq!(ids(&folder.path().join("other")), ["three \"quoted\""]);
 }
 
-/// The keys are what `docs/CONFIGURATION.md` lists; none may show a prompt or a key.
+/// The keys are what `docs/REFERENCE.md` lists; none may show a prompt or a key.
 #[tokio::test(start_paused = true)]
 async fn a_line_has_these_keys() {
     let folder = TempDir::new().unwrap();
@@ -117,7 +117,7 @@ async fn a_line_has_these_keys() {
         .keys()
         .map(String::as_str)
         .collect();
-    let documented = include_str!("../../../docs/CONFIGURATION.md");
+    let documented = include_str!("../../../docs/REFERENCE.md");
     let (_, section) = documented.split_once("### Access log").unwrap();
     let section = section.split("\n### ").next().unwrap();
     let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));

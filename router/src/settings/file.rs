@@ -44,7 +44,7 @@ const LOAD_PERCENT_MIN: u32 = 100;
 /// Far more than any machine has processors.
 const THREADS_MAX: u32 = 1024;
 
-/// What the file sets. `docs/CONFIGURATION.md` describes each key.
+/// What the file sets. `docs/REFERENCE.md` describes each key.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {

@@ -93,13 +93,13 @@ fn added_routes_are_paths_or_their_beginnings() {
     }
 }
 
-/// `docs/CONFIGURATION.md` has a row with the default for each key of the example, which has all.
+/// `docs/REFERENCE.md` has a row with the default for each key of the example, which has all.
 /// A key of a table is written `table.key`.
 #[test]
 fn the_documented_settings_are_the_real_ones() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
     let example = fs::read_to_string(format!("{root}/deploy/router.toml")).unwrap();
-    let page = fs::read_to_string(format!("{root}/docs/CONFIGURATION.md")).unwrap();
+    let page = fs::read_to_string(format!("{root}/docs/REFERENCE.md")).unwrap();
     assert_eq!(Settings::parse(&example).unwrap(), Settings::default());
     let (mut rows, mut keys) = (Vec::new(), Vec::new());
     let mut table = String::new();

@@ -54,7 +54,7 @@ pub enum Novelty {
 impl Prompts {
     pub fn prose() -> anyhow::Result<Self> {
         let mut pieces = Vec::new();
-        for name in ["CONFIGURATION", "OPERATIONS", "PROTOCOL", "RELIABILITY"] {
+        for name in ["WORKERS", "OPERATIONS", "PROTOCOL", "RELIABILITY"] {
             let path = format!("docs/{name}.md");
             let text = fs::read_to_string(&path).with_context(|| path.clone())?;
             let plain = text.replace(['"', '\\', '\t'], "").replace('\n', " ");
