@@ -3,7 +3,7 @@
 #
 #   tests/real-vllm.sh          installs what is missing, builds, runs all checks: one process
 #   tests/real-vllm.sh --nats   the same over a nats-server: two shims, two indexers, two routers
-#   tests/real-vllm.sh --fit    no checks: measures how near the simulator is (docs/TUNING.md)
+#   tests/real-vllm.sh --fit    no checks: measures how near the simulator is (docs/WORKBENCH.md)
 #   tests/real-vllm.sh --templates [--chats N] [--seed N] [--only NAME]
 #                               no router: real chat templates and random chats, rendered by both
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares all policies by simulation and writes the tables of docs/QUALITY.md and its plot.
+"""Compares all policies by simulation and writes the tables of docs/WORKBENCH.md and its plot.
 
     cargo build --release -p warmroute-router
     python3 docs/quality/sweep.py --traces DIR
@@ -19,7 +19,7 @@ import subprocess
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
-PAGE = HERE.parent / "QUALITY.md"
+PAGE = HERE.parent / "WORKBENCH.md"
 # File, requests of a run, tokens a block.
 TRACES = {
     "conversation": ("mooncake_conversation_trace.jsonl", 1500, 64),
@@ -292,8 +292,10 @@ def main():
     if not options.write_only:
         sweep.run()
     page = PAGE.read_text()
-    for table in (summary, weights, fleets, unequal, cells_of_first, routers):
+    for table in (summary, weights, routers):
         page = write_between(page, table.__name__, table(sweep))
+    for table in (fleets, unequal, cells_of_first):
+        print(*(" | ".join(row) for row in table(sweep)), sep="\n")
     PAGE.write_text(page)
     (HERE / "policies.svg").write_text(plot(sweep))
     print_worse(sweep)

@@ -1,20 +1,55 @@
-//! Which source holds which blocks: exact, pure, fast and compact.
+//! Which source holds which blocks, in which tiers: exact, pure, fast and compact.
 //!
-//! Consecutive blocks form a *run*; a branch is a run of its own, attached at a block of its parent
-//! run. Per run and source the tree stores how many leading blocks the source holds on the GPU, and
-//! a list of spans only where it holds other blocks or tiers. One table maps every known prefix
-//! hash to its place.
+//! ```text
+//!  table: prefix hash ─▶ place           runs                                     sources
+//!  ┌───────────────┐     ┌───────────────────────────────────────────┐     ┌────────────────┐
+//!  │ shard 0       │     │ run 0   depth 0..300, chunks 7 2 9 …      │◀────│ 0: runs 0 1    │
+//!  │  tag32 place32│─┐   │   leads: source 0 ▸300   source 1 ▸120    │◀─┐  │    digest,last │
+//!  │ shard 4095    │ │   └──────┬────────────────────┬───────────────┘  └──│ 1: runs 0 2    │
+//!  └───────────────┘ │    attach 300           attach 120                  └────────────────┘
+//!                    │   ┌──────▼─────────────┐ ┌────▼────────────────┐
+//!                    │   │ run 1  depth 300.. │ │ run 2  depth 120..  │
+//!                    ▼   └────────────────────┘ └─────────────────────┘
+//!  chunks of 16 blocks: 16 local hashes, 16 prefix hashes, the run and the part of it
+//! ```
 //!
-//! A source's blocks are closed towards the root: it stands in a run from the run's first block to
-//! the last one that it holds, or that one of its descendants is attached at. So a removed block
-//! stays known while the source holds a descendant of it.
+//! - A **run** is a sequence of at most 8,192 consecutive blocks. A branch is a run of its own,
+//!   attached at a block of another run; runs are never split or joined.
+//! - A **lead** is the number of leading blocks of a run that a source holds on the GPU. If that is
+//!   not all that it holds there, a sorted list of **spans** names the tiers of each part.
+//! - **Chunks** have one size and lie in segments of 64 KiB. They can be moved: only the run's list
+//!   and the table refer to them.
+//! - The **table** maps every known prefix hash to its place, 8 bytes a slot: 32 bits of the hash,
+//!   the rest is compared in the chunk. Its 4,096 shards grow and shrink one by one.
+//! - A **source**'s blocks are closed towards the root: it stands in a run from the run's first
+//!   block to the last one that it holds, or that one of its descendants is attached at. So a
+//!   removed block stays known while the source holds a descendant of it.
+//! - A **lookup** searches the depths for the last known prefix (a prefix is known only if all
+//!   before it are), and walks the few runs on the path from the top. A source continues below a run
+//!   only if it holds the run without a gap: a hole ends a run.
+//! - A **closed** source is dead immediately. [`Tree::reclaim`] frees its blocks in bounded steps;
+//!   its number is reused only afterwards.
+//! - **The writer locks briefly.** Beside readers it first reads the memory that a long record
+//!   needs, and adds its new blocks 16 at a time (`ahead`): blocks without a holder change no
+//!   answer. The last turn gives them to their source.
 //!
-//! A lookup searches the depths for the last known prefix (a prefix is known only if all before it
-//! are), and then walks the few runs on the path from the top. It credits a source in a run only if
-//! the source's blocks had no gap above it: so a hole ends a run.
+//! Invariants, and a test that fails without each:
 //!
-//! A closed source is dead immediately. [`Tree::reclaim`] frees its blocks in bounded steps; its
-//! number is reused only afterwards.
+//! - the tree answers like sets of pairs, in any order of changes: `tree_is_what_sets_say`,
+//!   `random_programs`; a log folded in short turns equals one folded in one turn:
+//!   `turns_do_what_is_done_in_one_turn`
+//! - a change that contradicts what is held is refused with its pair: `contradictions_are_named`
+//! - blocks added ahead change no answer and are removed if they get no holder:
+//!   `what_was_added_ahead_goes_with_what_hangs_at_it`
+//! - a moved block keeps its content: `blocks_that_are_moved_stay_what_they_are`
+//! - any bytes are an image or refused: `any_bytes_are_a_tree_or_refused`
+//! - constant residency takes constant memory: `memory_does_not_grow_under_churn`; the estimate is
+//!   the memory of the process: `estimate_is_what_the_process_takes`
+//!
+//! After every step the tests check links, ends, counts and every counted byte (`check` in
+//! `tests.rs`). All kept memory counts, in use or free, with the allocator's overhead and an eighth
+//! for fragmentation: resident memory is 1.00 to 1.13 of the sum without that eighth. The bound on
+//! it is `fold::memory`, the end of gone sources `fold::gone`.
 //!
 //! The tree has no notion of generations, states, time or source names.
 

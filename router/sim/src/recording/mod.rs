@@ -1,6 +1,6 @@
 //! The format of recordings: the requests of one router, as far as a replay needs them.
 //!
-//! docs/TUNING.md defines the bytes. A file is a sequence of frames: the length and the check sum
+//! docs/WORKBENCH.md defines the bytes. A file is a sequence of frames: the length and the check sum
 //! of a payload, then the payload. The first frame is the file's header, each other one a request.
 //!
 //! A prompt is a path in a tree of blocks. A request names the deepest node that its file has

@@ -44,7 +44,7 @@ pub struct SimulateArgs {
 pub struct ReplayArgs {
     #[command(flatten)]
     pub source: TraceArgs,
-    /// Offered load, as a share of the fleet's capacity; see docs/SIMULATION.md.
+    /// Offered load, as a share of the fleet's capacity; see docs/WORKBENCH.md.
     #[arg(long, default_value_t = 0.8)]
     pub(super) load: f64,
     /// Take this capacity instead of measuring it: requests a second, or concurrent sessions.

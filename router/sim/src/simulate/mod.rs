@@ -4,7 +4,7 @@
 //! ([`warmroute_route`]), an engine model per worker ([`crate::sim`]) and the indexer's tree. This
 //! module only delivers their messages, with delays.
 //!
-//! Pure: equal flags and traces give equal bytes. docs/SIMULATION.md defines the figures.
+//! Pure: equal flags and traces give equal bytes. docs/WORKBENCH.md defines the figures.
 //!
 //! Not simulated: networks besides three constant delays, tokenization, failures (see the simulated
 //! world in `tests`), retries, several models.
