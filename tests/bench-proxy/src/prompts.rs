@@ -42,6 +42,17 @@ pub enum Corpus {
     Multilingual,
 }
 
+/// Pages of `docs` whose sentences are prompts of prose.
+const PAGES: [&str; 7] = [
+    "ARCHITECTURE",
+    "CLIENTS",
+    "OPERATIONS",
+    "PROMPTS",
+    "PROTOCOL",
+    "RELIABILITY",
+    "WORKERS",
+];
+
 /// What an engine has of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Novelty {
@@ -54,7 +65,7 @@ pub enum Novelty {
 impl Prompts {
     pub fn prose() -> anyhow::Result<Self> {
         let mut pieces = Vec::new();
-        for name in ["WORKERS", "OPERATIONS", "PROTOCOL", "RELIABILITY"] {
+        for name in PAGES {
             let path = format!("docs/{name}.md");
             let text = fs::read_to_string(&path).with_context(|| path.clone())?;
             let plain = text.replace(['"', '\\', '\t'], "").replace('\n', " ");
