@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws CPU seconds per 1,000 requests by load and proxy, from the tables of the benchmark.
 
-usage: plot.py OUT.svg [FILE...]   (without files: standard input; docs/PERF.md is a file, too)
+usage: plot.py OUT.svg [FILE...]   (without files: standard input; README.md here is a file, too)
 """
 import fileinput
 import itertools

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compares the router with direct connections, nginx, HAProxy, vllm-router and sglang-router as HTTP
-# proxies. Prints a table for docs/PERF.md. Peers that cannot be installed are left out.
+# proxies. Prints a table for README.md here. Peers that cannot be installed are left out.
 #
 # usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
 #        tests/bench-proxy/run.sh --mock-engine target/release/warmroute-mock-engine

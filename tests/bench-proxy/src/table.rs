@@ -1,4 +1,4 @@
-//! The table for docs/PERF.md.
+//! The table for the README beside this benchmark.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The table of attacks for docs/PERF.md.
+//! The table of attacks for the README beside this benchmark.
 
 use super::quiet::Quiet;
 use super::{Round, Row};
