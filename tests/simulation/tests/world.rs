@@ -434,7 +434,7 @@ fn scripted(seed: u64, setting: Option<Setting>, faults: &[Fault]) -> Plan {
 }
 
 /// `./test.sh` tries fewer. More of them for `WORLD_PLANS`: the times to heal in
-/// `docs/RELIABILITY.md` are of 200.
+/// `tests/FAULTS.md` are of 200.
 #[expect(clippy::disallowed_methods, reason = "tests have no command line")]
 fn worlds() -> u64 {
     let told = std::env::var("WORLD_PLANS").ok();
