@@ -492,6 +492,7 @@ fn documents() -> Vec<PathBuf> {
     let mut found = Vec::new();
     files(&root.join("docs"), ".md", &mut found);
     files(&root.join("deploy"), ".md", &mut found);
+    files(&root.join("tests"), ".md", &mut found);
     found.push(root.join("README.md"));
     found.push(root.join("CHANGELOG.md"));
     found
