@@ -1,10 +1,10 @@
 //! Gauges read from the fold and the process at each scrape.
 
-use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use warmroute_index::view;
-use warmroute_process::metrics::{MetricKind, MetricLabels, MetricsText};
+use warmroute_process::metrics::MetricOf::{Age, Counter, Gauge, Gauges, Known, Number};
+use warmroute_process::metrics::{MetricKind, MetricLabels, MetricRow, MetricsText};
 use warmroute_proto::Source;
 use warmroute_proto::query::{NO_EVENTS, SourceState, UnknownReason, is_without_events};
 use warmroute_proto::view::SourceFault;
@@ -72,153 +72,94 @@ fn shown(sources: &[SourceLevel]) -> Vec<&SourceLevel> {
     shown
 }
 
-/// The text of one scrape.
-struct Scrape(MetricsText);
+#[rustfmt::skip]
+const SOURCE_COUNTS: [MetricRow<Levels>; 3] = [
+    ("sources", "Sources by state.", Gauges("state", by_state)),
+    ("sources_not_shown",
+     "Sources without series of their own: exact ones, where there are more than 1,000.",
+     Gauge(|s| (s.sources.len() - shown(&s.sources).len()) as u64)),
+    ("sources_left", "Sources whose worker left: of each a fence remains, for a day at most.",
+     Gauge(|s| s.left as u64)),
+];
 
-impl Scrape {
-    fn per_source<V: Display>(
-        &mut self,
-        name: &str,
-        help: &str,
-        shown: &[&SourceLevel],
-        of: impl Fn(&SourceStatus) -> Option<V>,
-    ) {
-        let series = shown.iter().filter_map(|(source, status)| {
-            let labels =
-                MetricLabels::new(&[("dp_rank", &source.dp_rank), ("worker", &source.worker)]);
-            Some((labels, of(status)?))
-        });
-        self.0.family(MetricKind::Gauge, name, help, series);
-    }
+#[rustfmt::skip]
+const SOURCES: [MetricRow<SourceStatus>; 9] = [
+    ("source_state_age_seconds", "Since it is in its state.", Age(|s| Some(s.state_age))),
+    ("source_proof_age_seconds",
+     "Since a record or heartbeat proved the source; absent if none did.", Age(|s| s.proof_age)),
+    ("source_record_age_seconds",
+     "Since its last record; absent if none came while it was followed.", Age(|s| s.record_age)),
+    ("source_heartbeat_way_seconds",
+     "How long its last heartbeat was on its way, by the log's clock.", Age(|s| s.heartbeat_delay)),
+    ("source_generation", "Its fence.", Known(|s| s.generation.map(|generation| generation.0))),
+    ("source_generations_lately", "Generations that began within the last ten minutes.",
+     Gauge(|s| s.generations_lately.into())),
+    ("source_number", "Its last record.", Known(|s| s.number.map(|number| number.0))),
+    ("source_engine_seq", "The engine's batch that it is as of.",
+     Known(|s| s.engine_seq.map(|seq| seq.0))),
+    ("source_blocks", "Pairs that it holds.", Known(|s| s.digest.map(|digest| digest.count))),
+];
 
-    fn ages(
-        &mut self,
-        name: &str,
-        help: &str,
-        shown: &[&SourceLevel],
-        of: impl Fn(&SourceStatus) -> Option<Duration>,
-    ) {
-        self.per_source(name, help, shown, |status| {
-            of(status).map(|age| age.as_secs_f64())
-        });
-    }
+#[rustfmt::skip]
+const PROCESS: [MetricRow<Levels>; 14] = [
+    ("tree_blocks", "Distinct prefixes in the tree.", Gauge(|s| s.nodes as u64)),
+    ("tree_bytes", "Estimated memory of the tree.", Gauge(|s| s.bytes as u64)),
+    ("log_position", "Everything up to here is in.", Gauge(|s| s.position)),
+    ("log_lag_messages", "Messages between the position and the log's end.", Gauge(|s| s.lag)),
+    ("log_lag_seconds",
+     "Since the log was in up to its end, as it is looked up twice a second; -1 if that is longer \
+      ago than 8 s.",
+     Number(|s| s.lag_age.map_or(-1.0, |age| age.as_secs_f64()))),
+    ("log_jumps", "Times the log went on elsewhere than it ended.", Gauge(|s| s.jumps)),
+    ("memory_estimated_bytes", "Estimated memory of all that is folded; the bound is on this.",
+     Gauge(|s| s.memory.estimated as u64)),
+    ("memory_bound_bytes", "As --max-memory says.", Known(|s| s.memory.bound.map(|n| n as u64))),
+    ("resident_bytes", "Memory of the process.", Known(|_| resident_bytes())),
+    ("sources_set_aside", "Sources that are not folded for want of memory.",
+     Gauge(|s| unknown_for(s, UnknownReason::Memory))),
+    ("sources_shim_gone",
+     "Sources whose shim's lease ended: unknown, and no fault of the index.",
+     Gauge(|s| unknown_for(s, UnknownReason::ShimGone))),
+    ("set_asides_total", "Times a source was set aside for want of memory.",
+     Counter(|s| s.memory.set_asides)),
+    ("returns_total", "Times a source that was set aside was asked for again.",
+     Counter(|s| s.memory.returns)),
+    ("sources_forgotten_total", "Sources that were gone for so long that their fence went, too.",
+     Counter(|s| s.memory.forgotten)),
+];
 
-    /// A series with value 1 for each source's label; no series for sources without one.
-    fn words(
-        &mut self,
-        (name, help, label): (&str, &str, &str),
-        shown: &[&SourceLevel],
-        of: impl Fn(&SourceStatus) -> Option<&'static str>,
-    ) {
-        let series = shown.iter().filter_map(|(source, status)| {
-            let labels = MetricLabels::new(&[
-                ("dp_rank", &source.dp_rank),
-                (label, &of(status)?),
-                ("worker", &source.worker),
-            ]);
-            Some((labels, 1))
-        });
-        self.0.family(MetricKind::Gauge, name, help, series);
-    }
-
-    fn states(&mut self, levels: &Levels) {
-        let series = STATES.map(|state| {
-            let sources = levels.sources.iter();
-            let of = sources.filter(|(_, status)| state_label(status) == state);
-            (MetricLabels::new(&[("state", &state)]), of.count())
-        });
-        let help = "Sources by state.";
-        self.0.family(MetricKind::Gauge, "sources", help, series);
-    }
-
-    fn sources(&mut self, levels: &Levels) {
-        let shown = &*shown(&levels.sources);
-        let help =
-            "Sources without series of their own: exact ones, where there are more than 1,000.";
-        let hidden = levels.sources.len() - shown.len();
-        self.0.gauge("sources_not_shown", help, hidden);
-        let help = "Sources whose worker left: of each a fence remains, for a day at most.";
-        self.0.gauge("sources_left", help, levels.left);
-        let help = "1 for the state that the source is in.";
-        self.words(("source_state", help, "state"), shown, |of| {
-            Some(of.states.gpu.label())
-        });
-        let help = "1 for what this replica found wrong with the source.";
-        self.words(("source_doubt", help, "doubt"), shown, |of| {
-            of.fault.map(SourceFault::label)
-        });
-        let help = "Since it is in its state.";
-        self.ages("source_state_age_seconds", help, shown, |of| {
-            Some(of.state_age)
-        });
-        let help = "Since a record or heartbeat proved the source; absent if none did.";
-        self.ages("source_proof_age_seconds", help, shown, |of| of.proof_age);
-        let help = "Since its last record; absent if none came while it was followed.";
-        self.ages("source_record_age_seconds", help, shown, |of| of.record_age);
-        let help = "How long its last heartbeat was on its way, by the log's clock.";
-        self.ages("source_heartbeat_way_seconds", help, shown, |of| {
-            of.heartbeat_delay
-        });
-        self.per_source("source_generation", "Its fence.", shown, |of| {
-            of.generation.map(|generation| generation.0)
-        });
-        let help = "Generations that began within the last ten minutes.";
-        self.per_source("source_generations_lately", help, shown, |of| {
-            Some(of.generations_lately)
-        });
-        self.per_source("source_number", "Its last record.", shown, |of| {
-            of.number.map(|number| number.0)
-        });
-        let help = "The engine's batch that it is as of.";
-        self.per_source("source_engine_seq", help, shown, |of| {
-            of.engine_seq.map(|seq| seq.0)
-        });
-        self.per_source("source_blocks", "Pairs that it holds.", shown, |of| {
-            of.digest.map(|digest| digest.count)
-        });
-    }
-
-    fn memory(&mut self, levels: &Levels) {
-        let memory = &levels.memory;
-        let help = "Estimated memory of all that is folded; the bound is on this.";
-        self.0
-            .gauge("memory_estimated_bytes", help, memory.estimated);
-        if let Some(bound) = memory.bound {
-            self.0
-                .gauge("memory_bound_bytes", "As --max-memory says.", bound);
-        }
-        if let Some(bytes) = resident_bytes() {
-            self.0
-                .gauge("resident_bytes", "Memory of the process.", bytes);
-        }
+fn by_state(levels: &Levels) -> Vec<(&'static str, u64)> {
+    let count = |state| {
         let sources = levels.sources.iter();
-        let aside = sources.filter(|(_, of)| of.reason == Some(UnknownReason::Memory));
-        let help = "Sources that are not folded for want of memory.";
-        self.0.gauge("sources_set_aside", help, aside.count());
-        let sources = levels.sources.iter();
-        let gone = sources.filter(|(_, of)| of.reason == Some(UnknownReason::ShimGone));
-        let help = "Sources whose shim's lease ended: unknown, and no fault of the index.";
-        self.0.gauge("sources_shim_gone", help, gone.count());
-        for (name, help, value) in [
-            (
-                "set_asides_total",
-                "Times a source was set aside for want of memory.",
-                memory.set_asides,
-            ),
-            (
-                "returns_total",
-                "Times a source that was set aside was asked for again.",
-                memory.returns,
-            ),
-            (
-                "sources_forgotten_total",
-                "Sources that were gone for so long that their fence went, too.",
-                memory.forgotten,
-            ),
-        ] {
-            self.0.counter(name, help, value);
-        }
-    }
+        let of = sources.filter(|(_, status)| state_label(status) == state);
+        (state, of.count() as u64)
+    };
+    STATES.map(count).to_vec()
+}
+
+fn unknown_for(levels: &Levels, reason: UnknownReason) -> u64 {
+    let sources = levels.sources.iter();
+    let of = sources.filter(|(_, status)| status.reason == Some(reason));
+    of.count() as u64
+}
+
+/// A series with value 1 for each source's label; no series for sources without one.
+fn words(
+    label: &str,
+    shown: &[&SourceLevel],
+    of: impl Fn(&SourceStatus) -> Option<&'static str>,
+) -> Vec<(MetricLabels, u64)> {
+    let series = shown.iter().filter_map(|(source, status)| {
+        let Source { worker, dp_rank } = source;
+        let word = of(status)?;
+        let labels = [
+            ("dp_rank", dp_rank as _),
+            (label, &word as _),
+            ("worker", worker as _),
+        ];
+        Some((MetricLabels::new(&labels), 1))
+    });
+    series.collect()
 }
 
 /// The levels of the fold.
@@ -247,32 +188,22 @@ pub(crate) fn levels(fold: &FairReader<Fold>, now: Instant) -> Levels {
 }
 
 pub(super) fn text(levels: &Levels) -> String {
-    let mut scrape = Scrape(MetricsText::new("warmroute_indexer_"));
-    scrape.states(levels);
-    scrape.sources(levels);
-    scrape.0.gauge(
-        "tree_blocks",
-        "Distinct prefixes in the tree.",
-        levels.nodes,
-    );
-    scrape
-        .0
-        .gauge("tree_bytes", "Estimated memory of the tree.", levels.bytes);
-    scrape.0.gauge(
-        "log_position",
-        "Everything up to here is in.",
-        levels.position,
-    );
-    let help = "Messages between the position and the log's end.";
-    scrape.0.gauge("log_lag_messages", help, levels.lag);
-    let help = "Since the log was in up to its end, as it is looked up twice a second; -1 if that \
-                is longer ago than 8 s.";
-    let lag = levels.lag_age.map_or(-1.0, |age| age.as_secs_f64());
-    scrape.0.gauge("log_lag_seconds", help, lag);
-    let help = "Times the log went on elsewhere than it ended.";
-    scrape.0.gauge("log_jumps", help, levels.jumps);
-    scrape.memory(levels);
-    scrape.0.into_string()
+    let mut text = MetricsText::new("warmroute_indexer_");
+    text.rows(&SOURCE_COUNTS, levels);
+    let shown = shown(&levels.sources);
+    let states = words("state", &shown, |of| Some(of.states.gpu.label()));
+    let help = "1 for the state that the source is in.";
+    text.family(MetricKind::Gauge, "source_state", help, states);
+    let doubts = words("doubt", &shown, |of| of.fault.map(SourceFault::label));
+    let help = "1 for what this replica found wrong with the source.";
+    text.family(MetricKind::Gauge, "source_doubt", help, doubts);
+    let labelled = shown.iter().map(|(Source { worker, dp_rank }, status)| {
+        let labels = MetricLabels::new(&[("dp_rank", dp_rank), ("worker", worker)]);
+        (labels, status)
+    });
+    text.rows_of(&SOURCES, labelled);
+    text.rows(&PROCESS, levels);
+    text.into_string()
 }
 
 /// Resident memory of the process, where the system reports it.
