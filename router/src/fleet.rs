@@ -34,7 +34,7 @@ use warmroute_proto::{BlockSize, DpRank, Source, WorkerId};
 use crate::openai::PromptRoute;
 use crate::route;
 use crate::shared_core::SharedCore;
-use breaker::RequestTimes;
+use breaker::{Admits, RequestTimes};
 use health::{Observation, WorkerHealth};
 
 use state::{FleetChange, FleetState};
@@ -347,12 +347,22 @@ impl TrackedRequest {
         }
     }
 
+    /// The answer is whole.
+    pub fn completed(&mut self) {
+        if !self.reported {
+            self.report(RequestResult::Completed);
+        }
+    }
+
     /// Reports a result to the circuit breaker. An answer may still fail later. Takes no lock for
     /// an answer while no circuit breaker counts.
     pub fn report(&mut self, result: RequestResult) {
-        self.reported = true;
+        self.reported = result != RequestResult::Begun;
         let counts = self.fleet.counts_requests.load(Ordering::Relaxed);
-        let is_failure = !matches!(result, RequestResult::Answered | RequestResult::Unknown);
+        let is_failure = matches!(
+            result,
+            RequestResult::Broken | RequestResult::Unproven(_) | RequestResult::Proven(_)
+        );
         if counts || is_failure {
             let Self {
                 worker, url, began, ..
@@ -402,8 +412,11 @@ impl SuspectedFailure {
 /// A worker whose circuit breaker passes it over counts as unchecked: used where none is healthy.
 const fn candidate_health(worker: &FleetWorker) -> route::Health {
     match worker.health {
-        WorkerHealth::Healthy { .. } if worker.breaker.passes_over() => route::Health::Unknown,
-        WorkerHealth::Healthy { .. } => route::Health::Healthy,
+        WorkerHealth::Healthy { .. } => match worker.breaker.admits() {
+            Admits::All => route::Health::Healthy,
+            Admits::Repeatable => route::Health::OnTrial,
+            Admits::None => route::Health::Unknown,
+        },
         WorkerHealth::Unchecked => route::Health::Unknown,
         WorkerHealth::Unhealthy | WorkerHealth::Asleep => route::Health::Unhealthy,
     }

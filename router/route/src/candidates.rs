@@ -28,6 +28,9 @@ pub enum Health {
     #[default]
     Unknown,
     Healthy,
+    /// It failed requests, and has answered none since: for requests that another worker can answer
+    /// where it fails.
+    OnTrial,
     Unhealthy,
 }
 
@@ -57,6 +60,8 @@ pub struct Candidate {
     pub cut: Option<BlockCut>,
     /// All KV groups are main attention: a credited block must be cached.
     pub main_attention_only: bool,
+    /// [`Health::OnTrial`].
+    pub on_trial: bool,
 }
 
 /// A model name as clients use it.
@@ -275,16 +280,18 @@ fn base_of<'a>(worker: &'a WorkerStatus, adapter: &str) -> Option<&'a str> {
 
 /// The healthy workers, or the unchecked ones if none is healthy.
 fn usable<'a>(workers: &[&'a WorkerStatus]) -> Result<Vec<&'a WorkerStatus>, RouteRefusal> {
-    let with = |health: Health| -> Vec<&'a WorkerStatus> {
+    let with = |healths: &[Health]| -> Vec<&'a WorkerStatus> {
         let all = workers.iter().copied();
-        all.filter(|worker| worker.health == health).collect()
+        all.filter(|worker| healths.contains(&worker.health))
+            .collect()
     };
     let serving = |workers: &[&'a WorkerStatus]| -> Vec<&'a WorkerStatus> {
         let all = workers.iter().copied();
         all.filter(|worker| worker.drain == DrainState::Serving)
             .collect()
     };
-    let (healthy, unchecked) = (with(Health::Healthy), with(Health::Unknown));
+    let healthy = with(&[Health::Healthy, Health::OnTrial]);
+    let unchecked = with(&[Health::Unknown]);
     for group in [&healthy, &unchecked] {
         let chosen = serving(group);
         if !chosen.is_empty() {
@@ -312,6 +319,7 @@ fn add_ranks(table: &mut SourceTable, worker: &WorkerStatus, candidates: &mut Ve
             url: Arc::clone(&url),
             cut: entry.block_cut(),
             main_attention_only: entry.main_attention_only,
+            on_trial: worker.health == Health::OnTrial,
         });
     }
 }

@@ -191,7 +191,7 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
     excluded.sort_unstable();
     let mut refusal = RouteRefusal::AllTried;
     let mut live = Vec::with_capacity(input.candidates.len());
-    let mut stalled = Vec::new();
+    let mut last_resort = Vec::new();
     for candidate in input.candidates {
         if excluded.binary_search(&&candidate.source).is_ok() {
             continue;
@@ -200,16 +200,17 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
             retry_after: RETRY_AFTER,
         };
         if has_room(candidate.id) {
-            match input.stalls.is_stalled(candidate.id, input.now) {
-                true => stalled.push(candidate),
+            let is_risk = candidate.on_trial && input.prompt.is_shown();
+            match is_risk || input.stalls.is_stalled(candidate.id, input.now) {
+                true => last_resort.push(candidate),
                 false => live.push(candidate),
             }
         }
     }
     if !live.is_empty() {
         Ok(live)
-    } else if !stalled.is_empty() {
-        Ok(stalled)
+    } else if !last_resort.is_empty() {
+        Ok(last_resort)
     } else {
         Err(refusal)
     }

@@ -59,6 +59,9 @@ pub struct Prompt {
     mismatched: Vec<WorkerId>,
     /// Its tokens in blocks of other cuts.
     other_cuts: Vec<Self>,
+    /// The client sees the answer while it is made, and what it has seen is not made again: an engine
+    /// that fails costs it the answer.
+    is_shown: bool,
 }
 
 impl Prompt {
@@ -92,6 +95,7 @@ impl Prompt {
             form: None,
             mismatched: Vec::new(),
             other_cuts: Vec::new(),
+            is_shown: false,
         }
     }
 
@@ -142,6 +146,13 @@ impl Prompt {
     #[must_use]
     pub const fn with_session(mut self, session: Option<SessionKey>) -> Self {
         self.session = session;
+        self
+    }
+
+    /// Only `self`, not its other cuts.
+    #[must_use]
+    pub const fn with_shown(mut self, is_shown: bool) -> Self {
+        self.is_shown = is_shown;
         self
     }
 
@@ -232,6 +243,11 @@ impl Prompt {
     #[must_use]
     pub const fn basis(&self) -> PromptBasis {
         self.basis
+    }
+
+    #[must_use]
+    pub const fn is_shown(&self) -> bool {
+        self.is_shown
     }
 
     #[must_use]

@@ -2,8 +2,9 @@
 //!
 //! A request *waits* at its source until its first token, or until its end if it is not streamed.
 //! A first token, generated blocks and a completed answer are *progress* of the source: an engine
-//! that makes any is alive, however slow. A waiting request is overdue once its source has made no
-//! progress for the request's patience, which is derived from what was learned of times there.
+//! that makes any is alive. A waiting request is overdue once its source has made no progress for the
+//! request's patience, which is derived from what was learned of times there. A first token that
+//! comes later than that is no progress: an engine that crawls is as bad as one that hangs.
 //!
 //! * A stream without a first token stalls its source when it is overdue.
 //! * The duration of an answer that is not streamed is not predictable: [`PILE_MIN`] waiting
@@ -22,7 +23,9 @@ use super::source_table::{PerSource, SourceId};
 /// Predictions are wrong by a factor of two or three when other requests are preempted.
 const FACTOR: f64 = 10.0;
 
-/// Multiple of the longest overrun of a prediction seen recently that is still no stall.
+/// Multiple of the longest overrun of a prediction seen recently that is still no stall. An overrun
+/// above [`FACTOR`] counts as far as another source had one: a fleet may be slow, but a source that
+/// is alone with it may crawl.
 const OVERRUN_FACTOR: f64 = 3.0;
 
 /// Larger overruns of predictions are not learned.
@@ -158,7 +161,10 @@ impl StallDetector {
         let Some(request) = self.forget(counter) else {
             return false;
         };
-        let elapsed = now.saturating_duration_since(request.sent).as_secs_f64();
+        let elapsed = now.saturating_duration_since(request.sent);
+        let is_late =
+            request.awaited == Awaited::FirstToken && elapsed > self.patience(&request, now);
+        let elapsed = elapsed.as_secs_f64();
         let watch = self.sources.get_mut(request.source);
         let is_live = watch.works_since(request.sent);
         match request.awaited {
@@ -173,7 +179,7 @@ impl StallDetector {
             }
             Awaited::FirstToken | Awaited::End => {}
         }
-        self.progressed(request.source, now)
+        !is_late && self.progressed(request.source, now)
     }
 
     /// Whether the time of a waiting request is one of a source that works.
@@ -319,7 +325,10 @@ impl StallDetector {
             true => PATIENCE_MIN,
             false => PATIENCE_UNLEARNED,
         };
-        let overrun = watch.map_or(1.0, |watch| watch.overrun(now));
+        let overrun = match watch.map_or(1.0, |watch| watch.overrun(now)) {
+            own if own > FACTOR => own.min(FACTOR.max(self.overrun_of_others(request.source, now))),
+            own => own,
+        };
         let first_token = request.predicted.as_secs_f64() * FACTOR.max(OVERRUN_FACTOR * overrun);
         let secs = match request.awaited {
             Awaited::FirstToken => first_token,
@@ -333,6 +342,11 @@ impl StallDetector {
         };
         let patience = Duration::try_from_secs_f64(secs).unwrap_or(PATIENCE_MAX);
         patience.clamp(floor, PATIENCE_MAX)
+    }
+
+    fn overrun_of_others(&self, source: SourceId, now: Instant) -> f64 {
+        let others = self.sources.iter().filter(|(id, _)| *id != source);
+        others.fold(1.0, |longest, (_, watch)| longest.max(watch.overrun(now)))
     }
 
     /// At most one deadline is kept for each waiting request.

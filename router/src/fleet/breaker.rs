@@ -8,6 +8,9 @@
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
 //! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time, and twice as
 //! many after each answer (slow start: a worker without load is the first choice of all requests).
+//! The first trial is a request that another worker can answer where it fails: a stream that breaks
+//! costs its client the answer. Only when none came for another pause, it may be any. A stream is
+//! answered when it is whole.
 //! An answer when it admits [`TRIALS_MAX`] closes it; a failure opens it for twice as long. An open
 //! breaker lowers a worker's rank and does not exclude it: the worker is used where no other one is
 //! healthy.
@@ -47,6 +50,8 @@ pub(crate) struct Breaker {
     pause: Duration,
     /// The engine is overloaded, as it says, until then.
     rests_until: Option<Instant>,
+    /// The last rest; zero once the engine has answered since.
+    rest: Duration,
 }
 
 #[derive(Clone, Debug)]
@@ -61,7 +66,18 @@ enum BreakerState {
         admitted: usize,
         /// The beginnings of the trials in flight.
         trials: Vec<Instant>,
+        /// `Some`: none was answered yet, and until then they are requests that can be repeated.
+        repeatable_until: Option<Instant>,
     },
+}
+
+/// The requests for which a worker may be chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Admits {
+    All,
+    /// Those that another worker can answer where this one fails.
+    Repeatable,
+    None,
 }
 
 #[derive(Clone, Debug)]
@@ -103,6 +119,10 @@ impl OtherWorkers {
 pub enum RequestResult {
     /// The engine served the request, or refused it as the client's mistake.
     Answered,
+    /// A stream has begun, and may fail yet.
+    Begun,
+    /// A stream that had begun is whole.
+    Completed,
     /// The engine failed, and its answer itself or the connection shows that it is at fault.
     Broken,
     /// The engine failed, maybe because of the request.
@@ -153,9 +173,15 @@ impl Breaker {
         matches!(self.state, BreakerState::Open { .. })
     }
 
-    /// The engine named a pause, and another worker served the request.
+    /// The engine named a pause, and another worker served the request. If it has answered nothing
+    /// since its last rest, it rests for twice as long.
     pub(crate) fn rest(&mut self, pause: Duration, now: Instant) {
-        let until = now + pause.min(REST_MAX);
+        let least = match self.rests() {
+            true => self.rest,
+            false => (self.rest * 2).min(PAUSE_MAX),
+        };
+        self.rest = pause.min(REST_MAX).max(least);
+        let until = now + self.rest;
         let before = self.rests_until.unwrap_or(until);
         self.rests_until = Some(until.max(before));
     }
@@ -165,21 +191,34 @@ impl Breaker {
         self.rests_until.is_some()
     }
 
-    /// Further requests are for other workers: it is open or rests, or its trials are in flight.
-    pub(crate) const fn passes_over(&self) -> bool {
+    /// None while it is open or rests, or its trials are in flight.
+    pub(crate) const fn admits(&self) -> Admits {
         if self.rests() {
-            return true;
+            return Admits::None;
         }
         match &self.state {
-            BreakerState::Open { .. } => true,
-            BreakerState::HalfOpen { admitted, trials } => trials.len() >= *admitted,
-            BreakerState::Closed(_) => false,
+            BreakerState::Open { .. } => Admits::None,
+            BreakerState::HalfOpen {
+                admitted, trials, ..
+            } if trials.len() >= *admitted => Admits::None,
+            BreakerState::HalfOpen {
+                repeatable_until: Some(_),
+                ..
+            } => Admits::Repeatable,
+            BreakerState::HalfOpen { .. } | BreakerState::Closed(_) => Admits::All,
         }
+    }
+
+    /// Further requests are for other workers.
+    pub(crate) const fn passes_over(&self) -> bool {
+        matches!(self.admits(), Admits::None)
     }
 
     /// A request is sent to the worker: a half-open breaker's trial, if one more is admitted.
     pub(crate) fn begin(&mut self, now: Instant) {
-        if let BreakerState::HalfOpen { admitted, trials } = &mut self.state
+        if let BreakerState::HalfOpen {
+            admitted, trials, ..
+        } = &mut self.state
             && trials.len() < *admitted
         {
             trials.push(now);
@@ -188,7 +227,7 @@ impl Breaker {
 
     /// Results of answered requests matter: failures are being counted.
     pub(crate) const fn is_counting(&self) -> bool {
-        !matches!(self.state, BreakerState::Closed(None))
+        !matches!(self.state, BreakerState::Closed(None)) || !self.rest.is_zero()
     }
 
     /// Failures and answers that count now.
@@ -212,14 +251,23 @@ impl Breaker {
         if self.opened.is_some_and(|opened| began < opened) {
             return;
         }
+        let is_served = matches!(
+            result,
+            RequestResult::Answered | RequestResult::Begun | RequestResult::Completed
+        );
+        if is_served && !self.rests() {
+            self.rest = Duration::ZERO;
+        }
         if let BreakerState::HalfOpen { trials, .. } = &mut self.state
+            && result != RequestResult::Begun
             && let Some(at) = trials.iter().position(|trial| *trial == began)
         {
             trials.swap_remove(at);
         }
         match (&mut self.state, result) {
-            (BreakerState::HalfOpen { .. }, RequestResult::Unknown) => {}
-            (BreakerState::Closed(_), RequestResult::Unknown) => {}
+            (_, RequestResult::Unknown)
+            | (BreakerState::HalfOpen { .. }, RequestResult::Begun)
+            | (BreakerState::Closed(_), RequestResult::Completed) => {}
             // Its clients may send requests on which all engines fail.
             (BreakerState::HalfOpen { .. }, RequestResult::Unproven(_)) if !others.answer() => {}
             (BreakerState::Closed(window), _) => {
@@ -230,7 +278,7 @@ impl Breaker {
                     *window = None;
                 }
                 let opens = match (window, result) {
-                    (None, RequestResult::Answered) => false,
+                    (None, RequestResult::Answered | RequestResult::Begun) => false,
                     (window, result) => window
                         .get_or_insert(Window {
                             start: now,
@@ -245,12 +293,18 @@ impl Breaker {
                     self.open(now);
                 }
             }
-            (BreakerState::HalfOpen { admitted, .. }, RequestResult::Answered)
-                if *admitted < TRIALS_MAX =>
-            {
+            (
+                BreakerState::HalfOpen {
+                    admitted,
+                    repeatable_until,
+                    ..
+                },
+                RequestResult::Answered | RequestResult::Completed,
+            ) if *admitted < TRIALS_MAX => {
                 *admitted *= 2;
+                *repeatable_until = None;
             }
-            (BreakerState::HalfOpen { .. }, RequestResult::Answered) => {
+            (BreakerState::HalfOpen { .. }, RequestResult::Answered | RequestResult::Completed) => {
                 *self = Self {
                     opened: self.opened,
                     ..Self::default()
@@ -274,10 +328,16 @@ impl Breaker {
                 self.state = BreakerState::HalfOpen {
                     admitted: 1,
                     trials: Vec::new(),
+                    repeatable_until: Some(now + self.pause),
                 };
             }
-            BreakerState::HalfOpen { trials, .. } => {
+            BreakerState::HalfOpen {
+                trials,
+                repeatable_until,
+                ..
+            } => {
                 trials.retain(|began| now < *began + TRIAL_MAX);
+                *repeatable_until = repeatable_until.filter(|until| now < *until);
             }
             BreakerState::Closed(Some(window)) if now >= window.start + WINDOW => {
                 self.state = BreakerState::Closed(None);
@@ -298,7 +358,7 @@ impl Window {
     /// Returns whether the breaker opens.
     fn record(&mut self, result: RequestResult, others: OtherWorkers) -> bool {
         match result {
-            RequestResult::Answered => self.answered += 1,
+            RequestResult::Answered | RequestResult::Begun => self.answered += 1,
             RequestResult::Broken => {
                 self.failed += 1;
                 self.proven += 1;
@@ -319,7 +379,7 @@ impl Window {
                 self.failed += 1;
                 self.proven += 1;
             }
-            RequestResult::Unknown => {}
+            RequestResult::Completed | RequestResult::Unknown => {}
         }
         let is_proven = self.proven >= FAILURES_MIN;
         self.failed >= FAILURES_MIN
@@ -334,7 +394,7 @@ impl Window {
     reason = "virtual time needs an origin; only differences to it are used"
 )]
 mod tests {
-    use super::RequestResult::{Answered, Broken, Unproven};
+    use super::RequestResult::{Answered, Begun, Broken, Completed, Unproven};
     use super::*;
 
     /// One worker without failures.
@@ -403,6 +463,40 @@ mod tests {
     }
 
     #[test]
+    fn the_first_trial_is_one_that_can_be_repeated_or_comes_late() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN, now);
+        assert_eq!(breaker.admits(), Admits::None);
+        let half_open = now + PAUSE;
+        breaker.tick(half_open);
+        assert_eq!(breaker.admits(), Admits::Repeatable);
+        let mut answered = breaker.clone();
+        record(&mut answered, Answered, 1, half_open);
+        assert_eq!(answered.admits(), Admits::All);
+        breaker.tick(half_open + PAUSE);
+        assert_eq!(breaker.admits(), Admits::All, "no other request came");
+        record(&mut breaker, Broken, 1, half_open + PAUSE);
+        breaker.tick(half_open + 3 * PAUSE);
+        assert_eq!(breaker.admits(), Admits::Repeatable);
+    }
+
+    #[test]
+    fn a_stream_is_a_trial_until_it_is_whole() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN, now);
+        let half_open = now + PAUSE;
+        breaker.tick(half_open);
+        breaker.begin(half_open);
+        record(&mut breaker, Begun, 1, half_open);
+        assert!(breaker.passes_over());
+        let mut broken = breaker.clone();
+        record(&mut broken, Unproven(RequestCase(1)), 1, half_open);
+        assert!(broken.is_open());
+        record(&mut breaker, Completed, 1, half_open);
+        assert_eq!(breaker.admits(), Admits::All);
+    }
+
+    #[test]
     fn one_request_on_which_an_engine_fails_opens_nothing_however_often_it_comes() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         record(&mut breaker, Unproven(RequestCase(7)), 100, now);
@@ -449,6 +543,28 @@ mod tests {
             breaker.tick(now + Duration::from_secs(rest));
             assert!(!breaker.passes_over());
         }
+    }
+
+    #[test]
+    fn an_engine_that_answers_nothing_between_its_rests_rests_twice_as_long() {
+        let (mut breaker, mut now) = (Breaker::default(), Instant::now());
+        let rests_for = |breaker: &mut Breaker, now: &mut Instant| {
+            // Requests that were on their way together are one rest.
+            breaker.rest(PAUSE, *now);
+            breaker.rest(PAUSE, *now);
+            let begun = *now;
+            while breaker.rests() {
+                *now += Duration::from_secs(1);
+                breaker.tick(*now);
+            }
+            now.duration_since(begun).as_secs()
+        };
+        let found = [(); 5].map(|()| rests_for(&mut breaker, &mut now));
+        assert_eq!(found, [2, 4, 8, 16, 16]);
+        assert!(breaker.is_counting());
+        record(&mut breaker, Answered, 1, now);
+        assert!(!breaker.is_counting());
+        assert_eq!(rests_for(&mut breaker, &mut now), 2);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::{DrainState, Lora, WorkerEntry};
 
-use super::breaker::{Breaker, OtherWorkers, RequestResult, RequestTimes};
+use super::breaker::{Admits, Breaker, OtherWorkers, RequestResult, RequestTimes};
 use super::checks::{CheckResult, RegistrationChecks};
 use super::drain_table::DrainTable;
 use super::engine_load::LoadTarget;
@@ -251,6 +251,8 @@ impl FleetState {
         let others = match result {
             RequestResult::Unproven(_) => self.others_of(worker),
             RequestResult::Answered
+            | RequestResult::Begun
+            | RequestResult::Completed
             | RequestResult::Broken
             | RequestResult::Proven(_)
             | RequestResult::Unknown => OtherWorkers::default(),
@@ -258,12 +260,12 @@ impl FleetState {
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
-        let (was_open, passed_over) = (known.breaker.is_open(), known.breaker.passes_over());
+        let (was_open, before) = (known.breaker.is_open(), known.breaker.admits());
         known.breaker.record(result, times, others);
         if known.breaker.is_open() && !was_open {
             tracing::warn!(%worker, "circuit breaker opened, requests fail");
         }
-        known.breaker_change(passed_over)
+        known.breaker_change(before)
     }
 
     /// The engine at `url` named a pause, and another worker served the request.
@@ -277,9 +279,9 @@ impl FleetState {
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
-        let passed_over = known.breaker.passes_over();
+        let before = known.breaker.admits();
         known.breaker.rest(pause, now);
-        known.breaker_change(passed_over)
+        known.breaker_change(before)
     }
 
     /// What the usable workers with a model in common with this one do.
@@ -315,18 +317,18 @@ impl FleetState {
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
-        let passed_over = known.breaker.passes_over();
+        let before = known.breaker.admits();
         known.breaker.begin(now);
-        known.breaker_change(passed_over)
+        known.breaker_change(before)
     }
 
     /// Lets time pass for the circuit breakers.
     pub(crate) fn tick(&mut self, now: Instant) -> FleetChange {
         let mut change = FleetChange::None;
         for (worker, known) in &mut self.workers {
-            let passed_over = known.breaker.passes_over();
+            let before = known.breaker.admits();
             known.breaker.tick(now);
-            if known.breaker_change(passed_over) != FleetChange::None {
+            if known.breaker_change(before) != FleetChange::None {
                 tracing::info!(%worker, breaker = known.breaker.label(), "worker is used again");
                 change = FleetChange::Published;
             }
@@ -521,8 +523,8 @@ impl FleetWorker {
     }
 
     /// What a change of the breaker means for requests.
-    fn breaker_change(&self, passed_over: bool) -> FleetChange {
-        if passed_over == self.breaker.passes_over() {
+    fn breaker_change(&self, before: Admits) -> FleetChange {
+        if before == self.breaker.admits() {
             FleetChange::None
         } else {
             FleetChange::Published

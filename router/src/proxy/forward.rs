@@ -296,7 +296,11 @@ impl App {
         let status = answer.head.response.status();
         let end = AnswerEnd::of(status, answer.head.is_error, routing.rule);
         let Some(failure) = end.failure() else {
-            answer.placement.tracked.report(RequestResult::Answered);
+            let result = match routing.prompt.is_shown() {
+                true => RequestResult::Begun,
+                false => RequestResult::Answered,
+            };
+            answer.placement.tracked.report(result);
             if end == AnswerEnd::Served {
                 self.proven(history);
             }

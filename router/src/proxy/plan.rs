@@ -501,6 +501,7 @@ impl PlanDraft {
                 .with_form(self.form.filter(|_| unhashed.is_none()))
                 .with_reads(cache_reads(&info))
                 .with_mismatched(mismatched)
+                .with_shown(info.stream && self.resume.is_none())
                 .with_session(info.user.as_deref().and_then(SessionKey::named)),
             model: name.to_owned(),
             series: Arc::clone(inputs.catalog.series.of(name)),

@@ -460,6 +460,8 @@ impl Flight {
             if let Some(tracked) = &mut self.tracked {
                 tracked.fail();
             }
+        } else if let Some(tracked) = &mut self.tracked {
+            tracked.completed();
         }
         self.audit(usage.filter(|_| end.failure() != Some(EngineFailure::ErrorAnswer)));
         self.settle(usage);

@@ -59,6 +59,7 @@ impl Fixture {
                 url: "http://w".into(),
                 cut: Some(size().into()),
                 main_attention_only: true,
+                on_trial: false,
             })
             .collect();
         Self {
@@ -386,6 +387,19 @@ fn a_stalled_source_is_left_out_unless_all_are() {
         .sent(101, second, Duration::ZERO, fixture.now - long_ago);
     fixture.stalls.advance(fixture.now);
     assert_eq!(fixture.decide(&prompt(100)).source, source(0));
+}
+
+/// A stream that breaks there costs its client the answer; another request is sent elsewhere.
+#[test]
+fn a_source_on_trial_gets_no_stream_unless_it_is_the_only_one() {
+    let mut fixture = Fixture::of(2);
+    fixture.load(1, 0, 50);
+    fixture.candidates[0].on_trial = true;
+    let stream = prompt(100).with_shown(true);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(0));
+    assert_eq!(fixture.decide(&stream).source, source(1));
+    fixture.exclude = vec![source(1)];
+    assert_eq!(fixture.decide(&stream).source, source(0));
 }
 
 #[test]

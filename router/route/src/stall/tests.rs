@@ -1,6 +1,7 @@
 use super::*;
 
-use crate::testing::{source_id, start};
+use crate::source_table::SourceTable;
+use crate::testing::{source, source_id, start};
 
 const PREDICTED: Duration = Duration::from_secs(1);
 
@@ -46,13 +47,13 @@ fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
 }
 
 #[test]
-fn a_first_token_ends_the_pause_and_probes_follow_without_a_herd() {
+fn progress_ends_the_pause_and_probes_follow_without_a_herd() {
     let start = start();
     let mut stalls = learned(start);
     stalls.sent(1, source_id(), PREDICTED, start);
     assert!(is_stalled(&mut stalls, start + secs(10)));
     let mut now = start + secs(11);
-    assert!(!stalls.answered(1, now));
+    assert!(!stalls.progressed(source_id(), now));
     let mut counter = 10;
     for admitted in [2, 4, 8] {
         for _ in 0..admitted {
@@ -183,6 +184,60 @@ fn first_tokens_far_behind_their_predictions_raise_the_patience() {
     stalls.answered(0, now);
     stalls.sent(1, source_id(), secs(2), now);
     assert!(!is_stalled(&mut stalls, now + secs(30)));
+}
+
+/// Two sources that overran their predictions by such factors, and the patience of a request with a
+/// prediction of one second at the first.
+fn patience_after(own: f64, other: f64) -> Duration {
+    let start = start();
+    let mut table = SourceTable::default();
+    let ids = [table.intern(&source("w")), table.intern(&source("v"))];
+    let mut stalls = StallDetector::default();
+    for (counter, (id, factor)) in (0..).zip(ids.into_iter().zip([own, other])) {
+        stalls.sent(counter, id, Duration::from_millis(100), start);
+        stalls.answered(counter, start + Duration::from_millis(100).mul_f64(factor));
+    }
+    let now = start + Duration::from_millis(100).mul_f64(own.max(other));
+    stalls.sent(10, ids[0], PREDICTED, now);
+    let is_stalled = |stalls: &mut StallDetector, waited| {
+        stalls.advance(now + secs(waited));
+        stalls.is_stalled(ids[0], now + secs(waited))
+    };
+    let found = (0..400).find(|waited| is_stalled(&mut stalls, *waited));
+    secs(found.unwrap())
+}
+
+#[test]
+fn an_overrun_that_no_other_source_has_raises_the_patience_little() {
+    assert_eq!(patience_after(1.0, 1.0), secs(10));
+    assert_eq!(patience_after(6.0, 1.0), secs(18));
+    assert_eq!(patience_after(90.0, 2.0), secs(30), "it may crawl");
+    let of_a_slow_fleet = patience_after(90.0, 80.0);
+    assert!(of_a_slow_fleet > secs(200), "{of_a_slow_fleet:?}");
+}
+
+/// Each first token comes after 6 s in place of 20 ms.
+#[test]
+fn an_engine_that_crawls_is_stalled_and_gets_one_probe_after_each_pause() {
+    let start = start();
+    let mut stalls = learned(start);
+    let mut sent = std::collections::VecDeque::new();
+    let mut probes = 0;
+    for tenth in 0..600 {
+        let now = start + Duration::from_millis(100) * tenth;
+        while sent.front().is_some_and(|(_, at)| now >= *at + secs(6)) {
+            let (counter, _) = sent.pop_front().unwrap();
+            stalls.answered(counter, now);
+        }
+        if !is_stalled(&mut stalls, now) {
+            let counter = u64::from(tenth);
+            stalls.sent(counter, source_id(), Duration::from_millis(20), now);
+            sent.push_back((counter, now));
+            probes += u32::from(tenth > 60);
+        }
+    }
+    assert!(probes <= 5, "{probes}");
+    assert!(stalls.count() >= 4, "{}", stalls.count());
 }
 
 #[test]

@@ -18,9 +18,9 @@ const LATE: Duration = Duration::from_secs(10);
 const LOST_MAX: u64 = 3;
 
 /// Requests that each router may lose to an engine that fails in mid-stream. What a client has a byte
-/// of cannot be repeated: three failures open the circuit breaker of a router, further ones may be in
-/// progress, and one trial after each pause may fail.
-const LOST_IN_STREAMS_MAX: u64 = 8;
+/// of cannot be repeated: three failures open the circuit breaker of a router, and further ones may be
+/// in progress.
+const LOST_IN_STREAMS_MAX: u64 = 5;
 
 /// A crawling engine computes at one turn in so many.
 const CRAWL: u64 = 40;

@@ -15,6 +15,9 @@ use crate::fleet::{Flags, Fleet, Mode, Process};
 /// Seconds of load during each fault, at ten requests a second.
 const SECS: u64 = 10;
 
+/// Such seconds in the gate.
+const GATE_SECS: u64 = 4;
+
 /// Requests that may fail during one fault.
 const LOST_MAX: usize = 3;
 
@@ -26,24 +29,47 @@ async fn a_broken_worker_costs_few_requests(mode: Mode) {
         None,
         Some(Fault::Hang),
         Some(Fault::ErrorEvent(0)),
+        Some(Fault::ErrorEvent(3)),
         Some(Fault::Status(500)),
         Some(Fault::Sleep),
     ] {
-        if let Some(fault) = fault {
-            fault.begin(&fleet, hot).await;
-        }
-        let sent = load::run(&fleet.http, &bases, Load::usual(SECS)).await;
-        let failed: Vec<&Sent> = sent.iter().filter(|sent| sent.failed.is_some()).collect();
-        println!(
-            "{fault:?}: {} of {} requests failed",
-            failed.len(),
-            sent.len()
-        );
-        assert!(failed.len() <= LOST_MAX, "{fault:?}: {failed:?}");
-        if let Some(fault) = fault {
-            fault.end(&fleet, hot).await;
-        }
+        costs_few(&fleet, &bases, (fault, hot), SECS).await;
         serves_again(&fleet, &bases, hot).await;
+    }
+}
+
+/// The two kinds of loss that nothing can retry, or only late, in the seconds that the gate has.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hang_and_broken_streams_cost_few_requests() {
+    let fleet = Fleet::start(Mode::Embedded, ENGINES, Flags::default()).await;
+    let bases = [fleet.routers[0].base()];
+    let hot = stage::prime(&fleet, &bases[0]).await;
+    costs_few(&fleet, &bases, (None, hot), GATE_SECS).await;
+    costs_few(&fleet, &bases, (Some(Fault::Hang), hot), GATE_SECS).await;
+    serves_again(&fleet, &bases, hot).await;
+    costs_few(&fleet, &bases, (Some(Fault::ErrorEvent(3)), hot), GATE_SECS).await;
+}
+
+/// At most [`LOST_MAX`] requests of a load fail while the worker has the fault.
+async fn costs_few(
+    fleet: &Fleet,
+    bases: &[String],
+    (fault, broken): (Option<Fault>, usize),
+    secs: u64,
+) {
+    if let Some(fault) = fault {
+        fault.begin(fleet, broken).await;
+    }
+    let sent = load::run(&fleet.http, bases, Load::usual(secs)).await;
+    let failed: Vec<&Sent> = sent.iter().filter(|sent| sent.failed.is_some()).collect();
+    println!(
+        "{fault:?}: {} of {} requests failed",
+        failed.len(),
+        sent.len()
+    );
+    assert!(failed.len() <= LOST_MAX, "{fault:?}: {failed:?}");
+    if let Some(fault) = fault {
+        fault.end(fleet, broken).await;
     }
 }
 
