@@ -2,32 +2,190 @@
 //! and counts that the decision core and the sync core keep themselves.
 
 use std::fmt::Display;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering::Relaxed;
 
-use warmroute_process::metrics::{MetricKind, MetricLabels, MetricsText};
+use warmroute_process::metrics::MetricOf::{Age, Counter, Counters, Flag, Gauge};
+use warmroute_process::metrics::{MetricKind, MetricLabels, MetricRow, MetricsText};
 use warmroute_proto::registry::DemotedSource;
 
-use super::served::{ModelSeries, SecondsHistogram, SeriesTable, WorkerSeries};
+use super::served::{ModelSeries, ModelTotals, SecondsHistogram, SeriesTable, WorkerSeries};
 use crate::admission::QueueStatus;
-use crate::route::{self, SourceLoad};
-use crate::sync;
+use crate::route::{CoreCounts, SourceLoad};
+use crate::sync::{ReplicaCounts, ReplicaStatus};
 use crate::tokenize::{ComparisonCounts, EncoderKind, SegmentCacheStats, Tokenizer};
 use crate::tokenizers::{TokenizerState, TokenizerTable};
 
-type OfModel = fn(&ModelSeries) -> &SecondsHistogram;
+#[rustfmt::skip]
+const LOADS: [MetricRow<SourceLoad>; 3] = [
+    ("slots_active", "Requests on a source", Gauge(|s| s.active_requests.into())),
+    ("slots_prefill_tokens", "Prompt tokens that a source has still to prefill",
+     Gauge(|s| s.prefill_tokens)),
+    ("slots_decode_blocks", "Distinct blocks active on a source", Gauge(|s| s.decode_blocks)),
+];
 
-/// Histograms by model.
-const MODEL_SECONDS: [(&str, &str, OfModel); 2] = [
-    (
-        "model_queue_seconds",
-        "Time for which a request waited for a worker of its model",
-        |model| &model.totals.queue,
-    ),
-    (
-        "model_decision_seconds",
-        "From a request's whole body to the choice of a worker, without that wait",
-        |model| &model.totals.decision,
-    ),
+#[rustfmt::skip]
+const WORKERS: [MetricRow<WorkerStatus>; 3] = [
+    ("worker_healthy", "1 while the router's own checks pass", Flag(|s| s.healthy)),
+    ("worker_registered", "1 while the registry has the worker", Flag(|s| s.registered)),
+    ("worker_draining", "1 while an operator has drained the worker", Flag(|s| s.draining)),
+];
+
+/// By model and worker.
+#[rustfmt::skip]
+const TOKENS: [MetricRow<WorkerSeries>; 4] = [
+    ("model_prompt_tokens_total", "Prompt tokens of ended requests",
+     Counter(|s| s.prompt_tokens.load(Relaxed))),
+    ("model_output_tokens_total", "Output tokens of ended requests",
+     Counter(|s| s.output_tokens.load(Relaxed))),
+    ("model_credited_tokens_total",
+     "Prompt tokens that the router credited as cached when it chose the worker",
+     Counter(|s| s.credited_tokens.load(Relaxed))),
+    ("model_cached_tokens_total", "Prompt tokens that engines reported as cached",
+     Counter(|s| s.cached_tokens.load(Relaxed))),
+];
+
+type HistogramRow<S> = (&'static str, &'static str, fn(&S) -> &SecondsHistogram);
+
+/// By model and worker.
+#[rustfmt::skip]
+const WORKER_SECONDS: [HistogramRow<WorkerSeries>; 3] = [
+    ("model_ttft_seconds", "From a request's head to its first streamed output", |s| &s.ttft),
+    ("model_inter_token_seconds", "Between two streamed outputs of a request", |s| &s.inter_token),
+    ("model_request_seconds", "From a request's head to its response's end", |s| &s.total),
+];
+
+/// By model.
+#[rustfmt::skip]
+const MODEL_SECONDS: [HistogramRow<ModelTotals>; 2] = [
+    ("model_queue_seconds", "Time for which a request waited for a worker of its model",
+     |s| &s.queue),
+    ("model_decision_seconds",
+     "From a request's whole body to the choice of a worker, without that wait", |s| &s.decision),
+];
+
+#[rustfmt::skip]
+const CORE: [MetricRow<CoreCounts>; 15] = [
+    ("slots_open", "Open slots of all routers", Gauge(|s| s.open_slots as u64)),
+    ("slots_opened_total", "Slots that this router opened, one for each attempt",
+     Counter(|s| s.opened)),
+    ("slots_freed_total", "Slots that this router freed",
+     Counters("end", |s| vec![
+         ("completed", s.freed.completed), ("failed", s.freed.failed),
+         ("aborted", s.freed.aborted),
+     ])),
+    ("moves_total", "Requests whose choice another router's crossed; `unwatched` for want of room",
+     Counters("outcome", |s| vec![
+         ("moved", s.moves.moved), ("stayed", s.moves.stayed), ("late", s.moves.late),
+         ("unwatched", s.moves.unwatched),
+     ])),
+    ("slot_changes_ignored_total", "Slot changes that contradict the slots",
+     Counters("reason", |s| vec![
+         ("opened_twice", s.ignored.opened_twice), ("unknown_slot", s.ignored.unknown_slot),
+         ("prefilled_twice", s.ignored.prefilled_twice),
+         ("old_incarnation", s.ignored.old_incarnation),
+     ])),
+    ("source_stalls_total", "Sources found without first tokens", Counter(|s| s.stalls)),
+    ("index_lagging_total", "Index answers about a source that were older than known",
+     Counter(|s| s.view.lagging)),
+    ("audit_rechecks_total",
+     "Index credit that an engine did not find, by what the index then said of the block",
+     Counters("result", |s| vec![
+         ("cleared", s.audit.cleared), ("unproven", s.audit.unproven), ("strike", s.audit.strikes),
+     ])),
+    ("source_reinstatements_total",
+     "Demotions that ended because the engine agreed with the index again",
+     Counter(|s| s.audit.reinstated)),
+    ("credit_reports_total",
+     "Reports of cached tokens that say something of exact credit, by how the engine's compare",
+     Counters("engine_had", |s| vec![
+         ("same", s.evidence.agreed), ("more", s.evidence.exceeded), ("less", s.evidence.missed),
+     ])),
+    ("credit_doubts_total",
+     "Times that exact credit ended for requests with something in common, by such reports",
+     Counter(|s| s.evidence.doubts_begun)),
+    ("credit_doubts", "Groups of requests now whose exact credit engines' reports contradict",
+     Gauge(|s| s.evidence.doubts as u64)),
+    ("reported_prefixes",
+     "Prefixes that engines reported as cached, where the index is not complete",
+     Gauge(|s| s.reported_prefixes as u64)),
+    ("predicted_samples", "Hashes kept of prompts that run or have just ended",
+     Gauge(|s| s.predicted_samples)),
+    ("sent_prompts", "Prompts kept that were sent where the index says nothing",
+     Gauge(|s| s.sent_prompts as u64)),
+];
+
+#[rustfmt::skip]
+const SYNC: [MetricRow<ReplicaStatus>; 3] = [
+    ("sync_peers", "Other routers that live", Gauge(|s| s.peers as u64)),
+    ("sync_divergence_requests",
+     "Largest difference between a view and its router's last heartbeat", Gauge(|s| s.divergence)),
+    ("sync_incarnation", "This router's incarnation",
+     Gauge(|s| s.incarnation.map_or(0, |incarnation| incarnation.0))),
+];
+
+#[rustfmt::skip]
+const SYNC_COUNTS: [MetricRow<ReplicaCounts>; 11] = [
+    ("sync_messages_total", "Load messages",
+     Counters("direction", |s| vec![
+         ("in", s.traffic.messages_in), ("out", s.traffic.messages_out),
+     ])),
+    ("sync_frames_total", "Broadcasts of load messages",
+     Counters("direction", |s| vec![("in", s.traffic.frames_in), ("out", s.traffic.frames_out)])),
+    ("sync_bytes_total", "Bytes of broadcasts",
+     Counters("direction", |s| vec![("in", s.traffic.bytes_in), ("out", s.traffic.bytes_out)])),
+    ("sync_asks_total",
+     "Requests for missing messages or slots; echoes, which measure the round trip",
+     Counters("kind", |s| vec![
+         ("asked", s.traffic.asks_out), ("failed", s.traffic.asks_failed),
+         ("served", s.traffic.asks_in), ("echo_asked", s.traffic.echoes_out),
+         ("echo_served", s.traffic.echoes_in),
+     ])),
+    ("sync_verdicts_total", "Other routers' messages by what became of them",
+     Counters("verdict", |s| vec![
+         ("applied", s.verdicts.applied), ("duplicate", s.verdicts.duplicate),
+         ("old", s.verdicts.old), ("ahead", s.verdicts.ahead), ("violation", s.verdicts.violation),
+         ("malformed", s.verdicts.malformed),
+     ])),
+    ("sync_gaps_total", "Times that messages were missing", Counter(|s| s.mended.gaps)),
+    ("sync_digest_mismatches_total",
+     "Heartbeats whose digest differed from the view at the same number",
+     Counter(|s| s.mended.mismatches)),
+    ("sync_deaf_total", "Times that this router did not receive its own heartbeats",
+     Counter(|s| s.deafs)),
+    ("sync_repairs_total", "Repairs of views",
+     Counters("kind", |s| vec![
+         ("numbers", s.mended.by_numbers), ("state", s.mended.by_state),
+         ("wrong_state", s.mended.states_wrong), ("cut_taken", s.mended.cuts),
+     ])),
+    ("sync_refused_total", "What exceeded a bound",
+     Counters("what", |s| vec![
+         ("peer", s.refused.peers), ("waiting", s.refused.waiting), ("state", s.refused.states),
+         ("ask", s.refused.asks), ("unsent", s.refused.unsent),
+     ])),
+    ("sync_releases_total", "Routers whose slots were freed together",
+     Counters("reason", |s| vec![("silence", s.deaths), ("goodbye", s.goodbyes)])),
+];
+
+#[rustfmt::skip]
+const QUEUES: [MetricRow<QueueStatus>; 2] = [
+    ("queue_requests", "Requests that wait while all workers of their model are full",
+     Gauge(|s| s.size.requests as u64)),
+    ("queue_oldest_seconds", "Time for which the oldest of these requests waits",
+     Age(|s| Some(s.oldest.unwrap_or_default()))),
+];
+
+#[rustfmt::skip]
+const TOKENIZER: [MetricRow<TokenizerStatus>; 4] = [
+    ("encoder_comparisons_total", "Texts encoded by both encoders, by result",
+     Counters("result", |s| vec![
+         ("equal", s.comparisons.equal), ("different", s.comparisons.different),
+     ])),
+    ("reference_encoder", "1 while prompts are encoded by the slower reference",
+     Flag(|s| s.encoder == EncoderKind::Reference)),
+    ("token_cache_bytes_total", "Prompt bytes looked up in the cache of token ids",
+     Counters("result", |s| vec![("hit", s.cache.hit_bytes), ("miss", s.cache.miss_bytes)])),
+    ("token_cache_kept_bytes", "Bytes of the texts and token ids in that cache",
+     Gauge(|s| s.cache.kept_bytes as u64)),
 ];
 
 /// The state that a scrape shows.
@@ -36,10 +194,10 @@ pub(crate) struct Scraped<'a> {
     pub loads: &'a [SourceLoad],
     pub workers: &'a [WorkerStatus],
     pub series: &'a SeriesTable,
-    pub core: &'a route::CoreCounts,
+    pub core: &'a CoreCounts,
     pub demoted: &'a [DemotedSource],
     /// `None` while the replica does not run.
-    pub sync: Option<&'a sync::ReplicaStatus>,
+    pub sync: Option<&'a ReplicaStatus>,
     pub queues: &'a [QueueStatus],
     pub tokenizers: &'a TokenizerTable,
     /// Retries that the budget has left.
@@ -96,12 +254,12 @@ pub(crate) struct WorkerStatus {
 /// The page, below the metrics that are counted as things happen.
 pub(super) struct Page(MetricsText);
 
-fn worker_labels(status: &WorkerStatus) -> MetricLabels {
-    MetricLabels::new(&[("worker", &status.worker)])
-}
-
 fn source_labels(worker: &dyn Display, rank: u32) -> MetricLabels {
     MetricLabels::new(&[("dp_rank", &rank), ("worker", worker)])
+}
+
+fn model_labels(model: &dyn Display) -> MetricLabels {
+    MetricLabels::new(&[("model", model)])
 }
 
 impl Page {
@@ -112,188 +270,115 @@ impl Page {
     }
 
     fn write(&mut self, scraped: &Scraped<'_>) {
-        let leaving = u64::from(scraped.leaving);
-        self.0
-            .gauge("draining", "1 while the router reports not-ready", leaving);
-        self.0.gauge(
-            "retries_left",
-            "Attempts that may be repeated now, by the budget of retries",
-            scraped.retries_left,
+        let help = "1 while the router reports not-ready";
+        self.0.gauge("draining", help, u8::from(scraped.leaving));
+        let help = "Attempts that may be repeated now, by the budget of retries";
+        self.0.gauge("retries_left", help, scraped.retries_left);
+        self.0.rows_of(
+            &LOADS,
+            scraped
+                .loads
+                .iter()
+                .map(|load| (source_labels(&load.worker, load.dp_rank.0), load)),
         );
-        self.loads(scraped.loads);
         self.workers(scraped.workers);
         self.served(scraped.series);
-        self.core(scraped.core);
-        self.audit(scraped.core, scraped.demoted);
+        self.0.rows(&CORE, scraped.core);
+        self.demoted(scraped.demoted);
         if let Some(sync) = scraped.sync {
-            self.sync(sync);
+            self.0.rows(&SYNC, sync);
+            self.0.rows(&SYNC_COUNTS, &sync.counts);
         }
         self.queues(scraped.queues);
         self.models(scraped.tokenizers);
         if let Some(status) = scraped.tokenizers.status() {
-            self.tokenizer(status);
+            self.0.rows(&TOKENIZER, &status);
         }
     }
 
+    fn gauges<V: Display>(
+        &mut self,
+        name: &str,
+        help: &str,
+        series: impl IntoIterator<Item = (MetricLabels, V)>,
+    ) {
+        self.0.family(MetricKind::Gauge, name, help, series);
+    }
+
+    fn demoted(&mut self, demoted: &[DemotedSource]) {
+        let row =
+            |one: &DemotedSource| (source_labels(&one.source.worker, one.source.dp_rank.0), 1);
+        self.gauges(
+            "source_demoted",
+            "1 while the index's credit of a source is ignored, because its engine contradicted it",
+            demoted.iter().map(row),
+        );
+    }
+
     fn queues(&mut self, queues: &[QueueStatus]) {
-        let of_model = |status: &QueueStatus| MetricLabels::new(&[("model", &status.model)]);
-        let waiting = queues.iter();
-        self.0.family(
-            MetricKind::Gauge,
-            "queue_requests",
-            "Requests that wait while all workers of their model are full",
-            waiting.map(|status| (of_model(status), status.size.requests)),
-        );
-        let oldest = queues.iter();
-        self.0.family(
-            MetricKind::Gauge,
-            "queue_oldest_seconds",
-            "Time for which the oldest of these requests waits",
-            oldest.map(|status| {
-                let oldest = status.oldest.unwrap_or_default();
-                (of_model(status), oldest.as_secs_f64())
-            }),
-        );
+        let of_model = queues
+            .iter()
+            .map(|queue| (model_labels(&queue.model), queue));
+        self.0.rows_of(&QUEUES, of_model);
         let bytes = queues.iter().map(|status| status.size.bytes).sum::<usize>();
-        self.0.gauge(
-            "queue_bytes",
-            "Bytes of the bodies of these requests",
-            bytes,
-        );
+        let help = "Bytes of the bodies of these requests";
+        self.0.gauge("queue_bytes", help, bytes);
     }
 
     fn models(&mut self, table: &TokenizerTable) {
         let loaded = table.models().map(|(model, entry)| {
             let is_ready = matches!(entry.state, TokenizerState::Ready(_));
-            (MetricLabels::new(&[("model", model)]), u64::from(is_ready))
+            (model_labels(model), u8::from(is_ready))
         });
-        self.0.family(
-            MetricKind::Gauge,
+        self.gauges(
             "model_tokenizer_loaded",
             "1 while the model has a tokenizer; else its prompts in text are routed by load",
             loaded,
         );
     }
 
-    fn tokenizer(&mut self, status: TokenizerStatus) {
-        let TokenizerStatus {
-            encoder,
-            comparisons,
-            cache,
-        } = status;
-        self.0.counters(
-            "encoder_comparisons_total",
-            "Texts encoded by both encoders, by result",
-            "result",
-            &[
-                ("equal", comparisons.equal),
-                ("different", comparisons.different),
-            ],
-        );
-        self.0.gauge(
-            "reference_encoder",
-            "1 while prompts are encoded by the slower reference",
-            u8::from(encoder == EncoderKind::Reference),
-        );
-        self.0.counters(
-            "token_cache_bytes_total",
-            "Prompt bytes looked up in the cache of token ids",
-            "result",
-            &[("hit", cache.hit_bytes), ("miss", cache.miss_bytes)],
-        );
-        self.0.gauge(
-            "token_cache_kept_bytes",
-            "Bytes of the texts and token ids in that cache",
-            cache.kept_bytes,
-        );
-    }
-
-    fn loads(&mut self, loads: &[SourceLoad]) {
-        let mut gauges = |name, help, value: fn(&SourceLoad) -> u64| {
-            let row = |load| (source_of(load), value(load));
-            self.0
-                .family(MetricKind::Gauge, name, help, loads.iter().map(row));
-        };
-        gauges("slots_active", "Requests on a source", |load| {
-            load.active_requests.into()
-        });
-        gauges(
-            "slots_prefill_tokens",
-            "Prompt tokens that a source has still to prefill",
-            |load| load.prefill_tokens,
-        );
-        gauges(
-            "slots_decode_blocks",
-            "Distinct blocks active on a source",
-            |load| load.decode_blocks,
-        );
-    }
-
     fn workers(&mut self, workers: &[WorkerStatus]) {
-        let mut gauges = |name, help, value: fn(&WorkerStatus) -> bool| {
-            let row = |status| (worker_labels(status), u8::from(value(status)));
-            self.0
-                .family(MetricKind::Gauge, name, help, workers.iter().map(row));
+        self.0.rows_of(
+            &WORKERS,
+            workers
+                .iter()
+                .map(|status| (MetricLabels::new(&[("worker", &status.worker)]), status)),
+        );
+        let with = |label, value: &dyn Display, status: &WorkerStatus| {
+            MetricLabels::new(&[(label, value), ("worker", &status.worker)])
         };
-        gauges(
-            "worker_healthy",
-            "1 while the router's own checks pass",
-            |status| status.healthy,
-        );
-        gauges(
-            "worker_registered",
-            "1 while the registry has the worker",
-            |status| status.registered,
-        );
-        gauges(
-            "worker_draining",
-            "1 while an operator has drained the worker",
-            |status| status.draining,
-        );
         let passed_over = workers.iter().flat_map(|status| {
             let reasons = status.passed_over.iter();
-            reasons.map(|reason| {
-                let labels = MetricLabels::new(&[("reason", reason), ("worker", &status.worker)]);
-                (labels, 1)
-            })
+            reasons.map(move |reason| (with("reason", reason, status), 1))
         });
-        self.0.family(
-            MetricKind::Gauge,
+        self.gauges(
             "worker_passed_over",
             "1 where a healthy worker gets no requests, or only trials, by why",
             passed_over,
         );
         let checks = workers.iter().flat_map(|status| {
-            status.checks.iter().map(|(check, passed)| {
-                let labels = MetricLabels::new(&[("check", check), ("worker", &status.worker)]);
-                (labels, u8::from(*passed))
-            })
+            let checks = status.checks.iter();
+            checks.map(move |(check, passed)| (with("check", check, status), u8::from(*passed)))
         });
-        self.0.family(
-            MetricKind::Gauge,
+        self.gauges(
             "worker_check_passed",
             "1 where a worker passed the check at its registration",
             checks,
         );
         let failed = workers.iter().flat_map(|status| {
             let failed = status.failed_checks.iter();
-            failed.map(|check| {
-                let labels = MetricLabels::new(&[("check", check), ("worker", &status.worker)]);
-                (labels, 1)
-            })
+            failed.map(move |check| (with("check", check, status), 1))
         });
-        self.0.family(
-            MetricKind::Gauge,
+        self.gauges(
             "worker_check_failed",
             "1 where the check found a difference between router and engine",
             failed,
         );
         let ratios = workers.iter().flat_map(|status| {
             let ratios = status.ttft_ratios.iter();
-            ratios.map(|(rank, ratio)| (source_labels(&status.worker, *rank), *ratio))
+            ratios.map(move |(rank, ratio)| (source_labels(&status.worker, *rank), *ratio))
         });
-        self.0.family(
-            MetricKind::Gauge,
+        self.gauges(
             "source_ttft_ratio",
             "Time to first token over what the median source would have needed, averaged",
             ratios,
@@ -318,8 +403,8 @@ impl Page {
             })
         });
         let asleep = table.iter().map(|model| {
-            let count = model.totals.asleep.load(Ordering::Relaxed);
-            (MetricLabels::new(&[("model", &model.model)]), count)
+            let count = model.totals.asleep.load(Relaxed);
+            (model_labels(&model.model), count)
         });
         let asleep = asleep.filter(|(_, count)| *count > 0);
         self.0.family(
@@ -334,307 +419,21 @@ impl Page {
             "Requests ended, by model and worker; without a worker: answered by the router itself",
             requests,
         );
-        self.served_tokens(table);
-        self.served_seconds(table);
-        for (name, help, histogram) in MODEL_SECONDS {
-            let series = table.iter().map(|model| {
-                let labels = MetricLabels::new(&[("model", &model.model)]);
-                (labels, histogram(model).read())
-            });
+        let labelled = served(table).map(|(model, worker, series)| {
+            let labels = MetricLabels::new(&[("model", &model.model), ("worker", &worker)]);
+            (labels, series)
+        });
+        self.0.rows_of(&TOKENS, labelled.clone());
+        for (name, help, of) in WORKER_SECONDS {
+            let series = labelled.clone();
+            let series = series.map(|(labels, series)| (labels, of(series).read()));
             self.0.histograms(name, help, series);
         }
-    }
-
-    fn served_tokens(&mut self, table: &SeriesTable) {
-        let mut counters = |name, help, value: fn(&WorkerSeries) -> &AtomicU64| {
-            let row = |(model, worker, series): (&ModelSeries, &str, &WorkerSeries)| {
-                let labels = MetricLabels::new(&[("model", &model.model), ("worker", &worker)]);
-                (labels, value(series).load(Ordering::Relaxed))
-            };
-            self.0
-                .family(MetricKind::Counter, name, help, served(table).map(row));
-        };
-        counters(
-            "model_prompt_tokens_total",
-            "Prompt tokens of ended requests",
-            |series| &series.prompt_tokens,
-        );
-        counters(
-            "model_output_tokens_total",
-            "Output tokens of ended requests",
-            |series| &series.output_tokens,
-        );
-        counters(
-            "model_credited_tokens_total",
-            "Prompt tokens that the router credited as cached when it chose the worker",
-            |series| &series.credited_tokens,
-        );
-        counters(
-            "model_cached_tokens_total",
-            "Prompt tokens that engines reported as cached",
-            |series| &series.cached_tokens,
-        );
-    }
-
-    fn served_seconds(&mut self, table: &SeriesTable) {
-        let mut seconds = |name, help, histogram: fn(&WorkerSeries) -> &SecondsHistogram| {
-            let series = served(table).map(|(model, worker, series)| {
-                let labels = MetricLabels::new(&[("model", &model.model), ("worker", &worker)]);
-                (labels, histogram(series).read())
-            });
+        for (name, help, of) in MODEL_SECONDS {
+            let models = table.iter();
+            let series = models.map(|one| (model_labels(&one.model), of(&one.totals).read()));
             self.0.histograms(name, help, series);
-        };
-        seconds(
-            "model_ttft_seconds",
-            "From a request's head to its first streamed output",
-            |series| &series.ttft,
-        );
-        seconds(
-            "model_inter_token_seconds",
-            "Between two streamed outputs of a request",
-            |series| &series.inter_token,
-        );
-        seconds(
-            "model_request_seconds",
-            "From a request's head to its response's end",
-            |series| &series.total,
-        );
-    }
-
-    fn core(&mut self, counts: &route::CoreCounts) {
-        let route::CoreCounts {
-            freed,
-            moves,
-            ignored,
-            ..
-        } = *counts;
-        self.0
-            .gauge("slots_open", "Open slots of all routers", counts.open_slots);
-        self.0.counter(
-            "slots_opened_total",
-            "Slots that this router opened, one for each attempt",
-            counts.opened,
-        );
-        self.0.counters(
-            "slots_freed_total",
-            "Slots that this router freed",
-            "end",
-            &[
-                ("completed", freed.completed),
-                ("failed", freed.failed),
-                ("aborted", freed.aborted),
-            ],
-        );
-        self.0.counters(
-            "moves_total",
-            "Requests whose choice another router's crossed; `unwatched` for want of room",
-            "outcome",
-            &[
-                ("moved", moves.moved),
-                ("stayed", moves.stayed),
-                ("late", moves.late),
-                ("unwatched", moves.unwatched),
-            ],
-        );
-        self.0.counters(
-            "slot_changes_ignored_total",
-            "Slot changes that contradict the slots",
-            "reason",
-            &[
-                ("opened_twice", ignored.opened_twice),
-                ("unknown_slot", ignored.unknown_slot),
-                ("prefilled_twice", ignored.prefilled_twice),
-                ("old_incarnation", ignored.old_incarnation),
-            ],
-        );
-        self.0.counter(
-            "source_stalls_total",
-            "Sources found without first tokens",
-            counts.stalls,
-        );
-        self.0.counter(
-            "index_lagging_total",
-            "Index answers about a source that were older than known",
-            counts.view.lagging,
-        );
-    }
-
-    fn audit(&mut self, counts: &route::CoreCounts, demoted: &[DemotedSource]) {
-        self.0.counters(
-            "audit_rechecks_total",
-            "Index credit that an engine did not find, by what the index then said of the block",
-            "result",
-            &[
-                ("cleared", counts.audit.cleared),
-                ("unproven", counts.audit.unproven),
-                ("strike", counts.audit.strikes),
-            ],
-        );
-        self.0.counter(
-            "source_reinstatements_total",
-            "Demotions that ended because the engine agreed with the index again",
-            counts.audit.reinstated,
-        );
-        self.0.counters(
-            "credit_reports_total",
-            "Reports of cached tokens that say something of exact credit, by how the engine's compare",
-            "engine_had",
-            &[
-                ("same", counts.evidence.agreed),
-                ("more", counts.evidence.exceeded),
-                ("less", counts.evidence.missed),
-            ],
-        );
-        self.0.counter(
-            "credit_doubts_total",
-            "Times that exact credit ended for requests with something in common, by such reports",
-            counts.evidence.doubts_begun,
-        );
-        self.0.gauge(
-            "credit_doubts",
-            "Groups of requests now whose exact credit engines' reports contradict",
-            counts.evidence.doubts,
-        );
-        self.0.gauge(
-            "reported_prefixes",
-            "Prefixes that engines reported as cached, where the index is not complete",
-            counts.reported_prefixes,
-        );
-        self.0.gauge(
-            "predicted_samples",
-            "Hashes kept of prompts that run or have just ended",
-            counts.predicted_samples,
-        );
-        self.0.gauge(
-            "sent_prompts",
-            "Prompts kept that were sent where the index says nothing",
-            counts.sent_prompts,
-        );
-        let row =
-            |one: &DemotedSource| (source_labels(&one.source.worker, one.source.dp_rank.0), 1);
-        self.0.family(
-            MetricKind::Gauge,
-            "source_demoted",
-            "1 while the index's credit of a source is ignored, because its engine contradicted it",
-            demoted.iter().map(row),
-        );
-    }
-
-    fn sync(&mut self, snapshot: &sync::ReplicaStatus) {
-        let counts = &snapshot.counts;
-        self.0
-            .gauge("sync_peers", "Other routers that live", snapshot.peers);
-        self.0.gauge(
-            "sync_divergence_requests",
-            "Largest difference between a view and its router's last heartbeat",
-            snapshot.divergence,
-        );
-        let incarnation = snapshot.incarnation.map_or(0, |incarnation| incarnation.0);
-        self.0
-            .gauge("sync_incarnation", "This router's incarnation", incarnation);
-        self.sync_traffic(counts);
-        self.sync_repairs(counts);
-    }
-
-    fn sync_traffic(&mut self, counts: &sync::ReplicaCounts) {
-        let traffic = counts.traffic;
-        for (name, help, received, sent) in [
-            (
-                "sync_messages_total",
-                "Load messages",
-                traffic.messages_in,
-                traffic.messages_out,
-            ),
-            (
-                "sync_frames_total",
-                "Broadcasts of load messages",
-                traffic.frames_in,
-                traffic.frames_out,
-            ),
-            (
-                "sync_bytes_total",
-                "Bytes of broadcasts",
-                traffic.bytes_in,
-                traffic.bytes_out,
-            ),
-        ] {
-            self.0
-                .counters(name, help, "direction", &[("in", received), ("out", sent)]);
         }
-        self.0.counters(
-            "sync_asks_total",
-            "Requests for missing messages or slots; echoes, which measure the round trip",
-            "kind",
-            &[
-                ("asked", traffic.asks_out),
-                ("failed", traffic.asks_failed),
-                ("served", traffic.asks_in),
-                ("echo_asked", traffic.echoes_out),
-                ("echo_served", traffic.echoes_in),
-            ],
-        );
-        let verdicts = counts.verdicts;
-        self.0.counters(
-            "sync_verdicts_total",
-            "Other routers' messages by what became of them",
-            "verdict",
-            &[
-                ("applied", verdicts.applied),
-                ("duplicate", verdicts.duplicate),
-                ("old", verdicts.old),
-                ("ahead", verdicts.ahead),
-                ("violation", verdicts.violation),
-                ("malformed", verdicts.malformed),
-            ],
-        );
-    }
-
-    fn sync_repairs(&mut self, counts: &sync::ReplicaCounts) {
-        let (mended, refused) = (counts.mended, counts.refused);
-        self.0.counter(
-            "sync_gaps_total",
-            "Times that messages were missing",
-            mended.gaps,
-        );
-        self.0.counter(
-            "sync_digest_mismatches_total",
-            "Heartbeats whose digest differed from the view at the same number",
-            mended.mismatches,
-        );
-        self.0.counter(
-            "sync_deaf_total",
-            "Times that this router did not receive its own heartbeats",
-            counts.deafs,
-        );
-        self.0.counters(
-            "sync_repairs_total",
-            "Repairs of views",
-            "kind",
-            &[
-                ("numbers", mended.by_numbers),
-                ("state", mended.by_state),
-                ("wrong_state", mended.states_wrong),
-                ("cut_taken", mended.cuts),
-            ],
-        );
-        self.0.counters(
-            "sync_refused_total",
-            "What exceeded a bound",
-            "what",
-            &[
-                ("peer", refused.peers),
-                ("waiting", refused.waiting),
-                ("state", refused.states),
-                ("ask", refused.asks),
-                ("unsent", refused.unsent),
-            ],
-        );
-        self.0.counters(
-            "sync_releases_total",
-            "Routers whose slots were freed together",
-            "reason",
-            &[("silence", counts.deaths), ("goodbye", counts.goodbyes)],
-        );
     }
 }
 
@@ -647,8 +446,4 @@ fn served(
         let used = workers.filter(|(_, series)| series.requests.read().next().is_some());
         used.map(move |(worker, series)| (model, worker.as_str(), &**series))
     })
-}
-
-fn source_of(load: &SourceLoad) -> MetricLabels {
-    source_labels(&load.worker, load.dp_rank.0)
 }
