@@ -140,14 +140,6 @@ impl MetricsText {
         self.family(MetricKind::Gauge, name, help, series);
     }
 
-    /// Appends a counter with a series for each value of one label.
-    pub fn counters(&mut self, name: &str, help: &str, label: &str, values: &[(&str, u64)]) {
-        let series = values
-            .iter()
-            .map(|(text, value)| (MetricLabels::new(&[(label, text)]), value));
-        self.family(MetricKind::Counter, name, help, series);
-    }
-
     /// Appends a metric with one value for each of its series, or nothing if it has no series.
     pub fn family<V: Display>(
         &mut self,
