@@ -1,19 +1,19 @@
 //! Sources that accept requests and compute nothing.
 //!
 //! A request *waits* at its source until its first token, or until its end if it is not streamed.
-//! A first token, generated blocks and a completed answer are *progress* of the source: an engine
-//! that makes any is alive. A waiting request is overdue once its source has made no progress for the
-//! request's patience, which is derived from what was learned of times there. A first token that
-//! comes later than that is no progress: an engine that crawls is as bad as one that hangs.
+//! A first token, generated blocks and a completed answer are *progress* of the source. A waiting
+//! request is overdue once its source has made no progress for the request's patience, which is
+//! derived from what was learned of times there. An engine that crawls is as bad as one that hangs:
+//! a first token that comes later than that is no progress, and progress with other requests defers
+//! a stall by [`DEFERRED_FACTOR`] at most while other sources begin requests.
 //!
 //! * A stream without a first token stalls its source when it is overdue.
 //! * The duration of an answer that is not streamed is not predictable: [`PILE_MIN`] waiting
 //!   requests that were sent over at least [`PILE_SPAN`] must pile up too.
 //!
 //! A stalled source gets no requests for a pause, then one probe at a time, and twice as many
-//! after each progress. A probe that is overdue stalls it again, for up to [`PAUSE_MAX`].
-//! Progress of any of its requests ends the pause. A slow source costs more instead
-//! ([`super::slowness`]).
+//! after each first token and answer, which also end the pause. A probe that is overdue stalls it
+//! again, for up to [`PAUSE_MAX`]. A slow source costs more instead ([`super::slowness`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -27,6 +27,10 @@ const FACTOR: f64 = 10.0;
 /// above [`FACTOR`] counts as far as another source had one: a fleet may be slow, but a source that
 /// is alone with it may crawl.
 const OVERRUN_FACTOR: f64 = 3.0;
+
+/// Multiple of a request's patience for which it waits at a source that goes on with other requests,
+/// while other sources begin requests.
+const DEFERRED_FACTOR: f64 = 1.5;
 
 /// Larger overruns of predictions are not learned.
 const OVERRUN_MAX: f64 = 100.0;
@@ -85,6 +89,8 @@ struct SourceWatch {
     /// The last pause; zero if there was none since the source was live.
     pause: Duration,
     progressed: Option<Instant>,
+    /// The last first token in time, or answer.
+    began: Option<Instant>,
     /// Waiting requests, in the order in which they were sent.
     waiting: BTreeMap<u64, Instant>,
     /// Longest observed over predicted time to first token, as of a time.
@@ -179,7 +185,7 @@ impl StallDetector {
             }
             Awaited::FirstToken | Awaited::End => {}
         }
-        !is_late && self.progressed(request.source, now)
+        !is_late && self.began(request.source, now)
     }
 
     /// Whether the time of a waiting request is one of a source that works.
@@ -197,11 +203,17 @@ impl StallDetector {
         self.waiting.get(&counter).map(|request| request.source)
     }
 
-    /// The source computes. Returns whether this ended a stall.
-    pub fn progressed(&mut self, source: SourceId, now: Instant) -> bool {
+    /// The source goes on with requests that it has begun.
+    pub fn progressed(&mut self, source: SourceId, now: Instant) {
         self.is_learned = true;
+        self.sources.get_mut(source).progressed = Some(now);
+    }
+
+    /// The source has begun or answered a request. Returns whether this ended a stall.
+    fn began(&mut self, source: SourceId, now: Instant) -> bool {
+        self.progressed(source, now);
         let watch = self.sources.get_mut(source);
-        watch.progressed = Some(now);
+        watch.began = Some(now);
         let is_over = match &mut watch.state {
             StallState::Live => false,
             StallState::Stalled { .. } => {
@@ -286,11 +298,15 @@ impl StallDetector {
     fn judge(&mut self, counter: u64, deadline: Instant, now: Instant) -> Option<Instant> {
         let request = *self.waiting.get(&counter)?;
         let patience = self.patience(&request, deadline);
+        let others_begin = self.others_have_begun(&request);
         let watch = self.sources.get_mut(request.source);
         let silent_since = watch
             .progressed
             .map_or(request.sent, |at| at.max(request.sent));
-        let due = silent_since + patience;
+        let mut due = silent_since + patience;
+        if others_begin {
+            due = due.min(request.sent + patience.mul_f64(DEFERRED_FACTOR));
+        }
         if due > deadline {
             return Some(due);
         }
@@ -342,6 +358,13 @@ impl StallDetector {
         };
         let patience = Duration::try_from_secs_f64(secs).unwrap_or(PATIENCE_MAX);
         patience.clamp(floor, PATIENCE_MAX)
+    }
+
+    fn others_have_begun(&self, request: &WaitingRequest) -> bool {
+        let mut sources = self.sources.iter();
+        sources.any(|(source, watch)| {
+            source != request.source && watch.began.is_some_and(|at| at > request.sent)
+        })
     }
 
     fn overrun_of_others(&self, source: SourceId, now: Instant) -> f64 {

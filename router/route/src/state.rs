@@ -700,9 +700,7 @@ impl Core {
                 }
                 (Applied::Grown(source), LoadChange::Grow { blocks, .. }) => {
                     self.speed.grew(slot, *blocks);
-                    if self.stalls.progressed(source, now) {
-                        self.slowness.restarted(source);
-                    }
+                    self.stalls.progressed(source, now);
                 }
                 _ => {}
             }

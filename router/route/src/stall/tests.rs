@@ -47,13 +47,16 @@ fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
 }
 
 #[test]
-fn progress_ends_the_pause_and_probes_follow_without_a_herd() {
+fn a_first_token_ends_the_pause_and_probes_follow_without_a_herd() {
     let start = start();
     let mut stalls = learned(start);
     stalls.sent(1, source_id(), PREDICTED, start);
+    stalls.sent(2, source_id(), PREDICTED, start + secs(5));
     assert!(is_stalled(&mut stalls, start + secs(10)));
     let mut now = start + secs(11);
-    assert!(!stalls.progressed(source_id(), now));
+    stalls.progressed(source_id(), now);
+    assert!(is_stalled(&mut stalls, now), "blocks begin nothing");
+    assert!(!stalls.answered(2, now));
     let mut counter = 10;
     for admitted in [2, 4, 8] {
         for _ in 0..admitted {
@@ -123,6 +126,31 @@ fn progress_of_any_request_defers_a_stall() {
         assert!(!is_stalled(&mut stalls, start + secs(second)));
     }
     assert!(is_stalled(&mut stalls, start + secs(59 + 10)));
+}
+
+/// The source begins and answers others now and then.
+#[test]
+fn a_request_that_waits_long_stalls_its_source_if_others_begin_requests() {
+    let start = start();
+    let mut table = SourceTable::default();
+    let [slow, other] = ["w", "v"].map(|name| table.intern(&source(name)));
+    for (others_begin, first) in [(true, Some(15)), (false, None)] {
+        let mut stalls = StallDetector::default();
+        stalls.progressed(slow, start);
+        stalls.sent(1, slow, PREDICTED, start);
+        let stalled = (0..60).find(|second| {
+            let now = start + secs(*second);
+            stalls.sent(3, slow, PREDICTED, now);
+            stalls.answered(3, now + secs(1));
+            if others_begin {
+                stalls.sent(2, other, PREDICTED, now);
+                stalls.answered(2, now + Duration::from_millis(1));
+            }
+            stalls.advance(now);
+            stalls.is_stalled(slow, now)
+        });
+        assert_eq!(stalled, first);
+    }
 }
 
 /// The engine's API answers, and its core hangs: nothing comes back.
