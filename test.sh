@@ -83,6 +83,7 @@ step "build and lints"
 # a second pass over all crates and their dependencies.
 export RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-Dwarnings
 executables >"$scratch/tests"
+cargo test --workspace --locked --quiet --no-run --bench '*'
 read -r e2e_folder e2e < <(executables --test e2e)
 if [ -n "$all" ]; then
   # They need a release build, or a person.
