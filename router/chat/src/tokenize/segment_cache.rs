@@ -379,7 +379,7 @@ mod tests {
     fn a_lower_bound_shrinks_the_cache_at_once() {
         let cache = SegmentCache::new();
         fill(&cache, 1000, 1000);
-        fill(&cache, 400, 1);
+        fill(&cache, 64, 1);
         assert!(memory(&cache) > 60 << 20);
         for bound in [36 << 20, 4 << 20, 0] {
             cache.set_bytes_max(bound);
