@@ -438,6 +438,12 @@ impl Fleet {
         });
     }
 
+    /// Lets time pass for the circuit breakers.
+    pub(crate) fn tick(&self) {
+        let now = Instant::now().into_std();
+        self.update(|state| state.tick(now));
+    }
+
     pub(crate) fn register(&self, entry: WorkerEntry) {
         let now = Instant::now().into_std();
         self.update(|state| state.register(entry, now));

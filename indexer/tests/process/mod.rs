@@ -21,7 +21,7 @@ use crate::nats_server::NatsServer;
 use crate::nats_server::child::{Watchdog, ended, first_line};
 
 /// Nothing here takes long; this only keeps a broken test from waiting for ever.
-pub(crate) const CAP: Duration = Duration::from_secs(120);
+pub(crate) const CAP: Duration = Duration::from_secs(300);
 
 pub(crate) fn namespace() -> Namespace {
     Namespace::from("t")

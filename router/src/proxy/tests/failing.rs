@@ -133,6 +133,59 @@ async fn a_failure_that_another_worker_repeats_counts_once() {
     world.until_quiet().await;
 }
 
+/// A stream that fails costs its client the answer, so that it is no first trial, and a trial until
+/// it is whole or given up.
+#[tokio::test(start_paused = true)]
+async fn trials_of_a_failing_worker_begin_with_what_another_one_can_answer() {
+    let _frozen = Frozen::new();
+    let (failing, alive) = (Engine::start().await, Engine::start().await);
+    failing.answer_with(StatusCode::INTERNAL_SERVER_ERROR);
+    let world = World::with(&[&failing, &alive]).await;
+    while !world.app.fleet.snapshot()[0].breaker.is_open() {
+        let response = world.send("/v1/completions", &body(4)).await;
+        response.bytes().await.unwrap();
+    }
+    failing.answer_with(StatusCode::OK);
+    advance(Duration::from_secs(2)).await;
+    world.app.fleet.tick();
+    for _ in 0..6 {
+        let whole = world.send("/v1/completions", &ready()).await;
+        assert_eq!(whole.headers()["x-warmroute-worker"], "w1");
+        whole.bytes().await.unwrap();
+    }
+    let failed = failing.asked();
+    while failing.asked() == failed {
+        let repeatable = world.send("/v1/completions", &body(4)).await;
+        repeatable.bytes().await.unwrap();
+    }
+    // Clients have the first bytes of these, and leave.
+    for _ in 0..2 {
+        let (before, mut open) = (failing.asked(), Vec::new());
+        for _ in 0..6 {
+            open.push(begun(&world, [&failing, &alive]).await);
+        }
+        assert_eq!(failing.asked() - before, 2);
+        drop(open);
+        world.until_quiet().await;
+    }
+}
+
+/// A stream of which its client has an event.
+async fn begun(world: &World, engines: [&Engine; 2]) -> reqwest::Response {
+    let asked = || engines.map(Engine::asked);
+    let before = asked();
+    let sent = TaskTracker::new().spawn(world.post("/v1/completions", &streaming()).send());
+    let took = async {
+        while asked() == before {
+            tokio::task::yield_now().await;
+        }
+    };
+    in_time("an engine has the request", took).await;
+    let first = usize::from(asked()[0] == before[0]);
+    engines[first].send(&event(0)).await;
+    in_time("an answer", sent).await.unwrap().unwrap()
+}
+
 /// A client with a wrong key, or one that asks for what is not there.
 #[tokio::test]
 async fn clients_mistakes_are_hardly_repeated() {

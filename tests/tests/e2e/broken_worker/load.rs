@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 
 use super::fault::MARKER;
+use crate::fleet::client;
 
 pub(super) const PATH: &str = "/v1/chat/completions";
 
@@ -70,8 +71,10 @@ pub(super) struct Sent {
     pub(super) failed: Option<String>,
 }
 
-/// Sends the load to the routers in turn.
-pub(super) async fn run(http: &Client, bases: &[String], load: Load) -> Vec<Sent> {
+/// Sends the load to the routers in turn. The client waits as long as the load does, not for the
+/// minute of the fleet's own.
+pub(super) async fn run(bases: &[String], load: Load) -> Vec<Sent> {
+    let http = client().build().expect("a client");
     let (begun, mut requests) = (Instant::now(), JoinSet::new());
     let mut ticks = interval(Duration::from_secs(1) / u32::try_from(load.per_second).unwrap());
     ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);

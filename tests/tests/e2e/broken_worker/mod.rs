@@ -60,7 +60,7 @@ async fn costs_few(
     if let Some(fault) = fault {
         fault.begin(fleet, broken).await;
     }
-    let sent = load::run(&fleet.http, bases, Load::usual(secs)).await;
+    let sent = load::run(bases, Load::usual(secs)).await;
     let failed: Vec<&Sent> = sent.iter().filter(|sent| sent.failed.is_some()).collect();
     println!(
         "{fault:?}: {} of {} requests failed",
@@ -78,7 +78,7 @@ async fn serves_again(fleet: &Fleet, bases: &[String], engine: usize) {
     let before = stage::finished(fleet, engine).await;
     fleet
         .until("the worker serves again", async |fleet| {
-            load::run(&fleet.http, bases, Load::usual(1)).await;
+            load::run(bases, Load::usual(1)).await;
             stage::finished(fleet, engine).await > before
         })
         .await;

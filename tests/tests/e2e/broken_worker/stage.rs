@@ -114,7 +114,7 @@ pub(super) async fn run(
         until(times.all).await;
         [first, settled, before_end, healed, received(fleet).await]
     };
-    let (sent, counts) = tokio::join!(load::run(&fleet.http, bases, load), timeline);
+    let (sent, counts) = tokio::join!(load::run(bases, load), timeline);
     let [first, settled, before_end, healed, last] = &counts;
     let victim = broken.first().copied().unwrap_or_default();
     let least = (0..first.len()).map(|engine| share(engine, first, last));

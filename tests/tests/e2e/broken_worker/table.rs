@@ -162,7 +162,7 @@ fn show_failures(row: Row, front: Front, figures: &Figures) {
         let late = (sent.waited > LATE).then(|| "late".to_owned());
         if let Some(why) = sent.failed.clone().or(late) {
             let kind = if sent.is_stream { "stream" } else { "plain" };
-            let why: String = why.chars().take(100).collect();
+            let why: String = why.chars().take(400).collect();
             let seen = kinds.entry(format!("{kind}: {why}")).or_default();
             *seen = (seen.0 + 1, sent.at.as_secs_f64());
         }

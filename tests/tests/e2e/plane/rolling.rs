@@ -216,7 +216,7 @@ async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
     assert_eq!(post(undrain).await.1["state"], "serving");
     assert!(fleet.is_ready(&base).await);
 
-    // A stream of six seconds, longer than the drain notice.
+    // A stream of twelve seconds, longer than the drain notice on a busy machine.
     let router = id(&fleet, 0).await;
     let leaving = async {
         let seen = async |fleet: &Fleet| held(fleet, 1, &router).await == 1;
@@ -231,7 +231,7 @@ async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
     };
     tokio::join!(
         leaving,
-        tally.stream(&fleet.http, &base, "Count slowly.", 60)
+        tally.stream(&fleet.http, &base, "Count slowly.", 120)
     );
     assert_eq!(tally.failed.load(Ordering::SeqCst), 0);
     assert_eq!(tally.whole.load(Ordering::SeqCst), 2);
