@@ -38,7 +38,10 @@ use warmroute_plane::{
 use warmroute_process::{blocking, build};
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::ResyncRequest;
-use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterId, RosterPage, RosterPageRequest};
+use warmroute_proto::roster::{
+    self, DeepHolderQuery, HolderAnswer, HolderQuery, RosterId, RosterNumber, RosterPage,
+    RosterPageRequest,
+};
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{DigestView, ReplicaFaults, ViewPage, ViewPageRequest};
@@ -338,7 +341,18 @@ impl Handle {
     #[must_use]
     pub fn holders(&self, query: &HolderQuery) -> HolderAnswer {
         let prepared = query::PreparedQuery::of_blocks(&query.blocks);
-        let holders = prepared.holders(&self.shared.read(), query.known, query.from, now());
+        self.holders_of(&prepared, query.known, query.from)
+    }
+
+    fn holders_of(
+        &self,
+        prepared: &query::PreparedQuery,
+        known: RosterPageRequest,
+        from: RosterNumber,
+    ) -> HolderAnswer {
+        let fold = self.shared.read();
+        let holders = prepared.holders(&fold, known, from, now());
+        drop(fold);
         let (answer, outcome) = match holders {
             Some(holders) => (holders.into_answer(), QueryOutcome::Answered),
             None => (HolderAnswer::Behind, QueryOutcome::Behind),
@@ -347,10 +361,10 @@ impl Handle {
         answer
     }
 
-    /// A page of changes of this replica's roster.
+    /// A page of changes of this replica's roster, of about so many bytes.
     #[must_use]
-    pub fn roster(&self, ask: &RosterPageRequest) -> RosterPage {
-        self.shared.read().roster_page(ask)
+    pub fn roster(&self, ask: &RosterPageRequest, bytes_max: usize) -> RosterPage {
+        self.shared.read().roster_page(ask, bytes_max)
     }
 
     #[must_use]

@@ -10,7 +10,9 @@ use warmroute_proto::registry::{
     DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, RouterDoubts,
     RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
-use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
+use warmroute_proto::roster::{
+    DeepHolderQuery, HolderAnswer, HolderQuery, RosterPage, RosterPageRequest,
+};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
 use warmroute_proto::tenant_use::{TenantLevels, TenantReport};
@@ -65,6 +67,7 @@ pub(crate) fn messages(data: &[u8]) -> usize {
         canonical::<RosterPageRequest>(data),
         canonical::<RosterPage>(data),
         canonical::<HolderQuery>(data),
+        canonical::<DeepHolderQuery>(data),
         canonical::<HolderAnswer>(data),
         canonical::<ReplicaFaultsRequest>(data),
         canonical::<ReplicaFaults>(data),

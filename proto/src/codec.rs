@@ -23,7 +23,7 @@ use crate::registry::{
     DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest,
     RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
-use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
+use crate::roster::{DeepHolderQuery, HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::tenant_use::{TenantLevels, TenantReport};
 use crate::view::{ReplicaFaults, ReplicaFaultsRequest, ViewPage, ViewPageRequest};
@@ -126,6 +126,7 @@ kinds! {
     RegistryPageRequest = 39,
     RegistryPage = 40,
     RouterDoubts = 42,
+    DeepHolderQuery = 44,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -13,11 +13,27 @@ use bincode::{Decode, Encode};
 
 use crate::query::{SourceState, UnknownReason};
 use crate::{
-    EngineSeq, Generation, LocalHash, LogPosition, RecordNumber, Source, StreamIdentity, Tiers,
+    EngineSeq, Generation, LocalHash, LogPosition, PrefixHash, RecordNumber, Source,
+    StreamIdentity, Tiers,
 };
 
 /// Bytes at which a page or a part of an answer ends; one more row or group may exceed it.
 pub const PART_BYTES_MAX: usize = 256 << 10;
+
+/// [`PART_BYTES_MAX`] where a message takes fewer bytes: groups and changes of an answer are
+/// bounded each, and details and the row that crosses the end need room.
+#[must_use]
+pub const fn part_bytes_within(payload_max: usize) -> usize {
+    let half = payload_max.saturating_sub(PART_ROOM) / 2;
+    if half < PART_BYTES_MAX {
+        half
+    } else {
+        PART_BYTES_MAX
+    }
+}
+
+/// Bytes of an answer besides groups, and names and statuses of changes.
+const PART_ROOM: usize = 4 << 10;
 
 /// Most sources of a roster. Bounds what a reader keeps and what the sets of an answer expand to.
 pub const ROSTER_MAX: u32 = 1 << 20;
@@ -90,7 +106,31 @@ pub struct HolderQuery {
     pub known: RosterPageRequest,
 }
 
-/// The answer to a [`HolderQuery`].
+/// What precedes the blocks of a [`DeepHolderQuery`] in its prompt. Block hashes are a chain: this
+/// stands for all those blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct BlocksBefore {
+    pub blocks: u32,
+    /// Prefix hash of the last of them.
+    pub prefix: PrefixHash,
+    /// Its prefix hash in the chain of resume points ([`LocalHash::RESUME_ROOT`]).
+    pub resume: PrefixHash,
+}
+
+/// A query by later blocks of a prompt that does not fit into one message. The answer's runs are
+/// from the prompt's first block on. It names no source if none holds the block before these or one
+/// below it, and has no changes of the roster: those of the answer to the first blocks stay the
+/// names and generations of all parts.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct DeepHolderQuery {
+    pub before: BlocksBefore,
+    /// They follow those before.
+    pub blocks: Vec<LocalHash>,
+    /// The first number to answer for.
+    pub from: RosterNumber,
+}
+
+/// The answer to a [`HolderQuery`] or a [`DeepHolderQuery`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum HolderAnswer {
     Holders(HolderPart),

@@ -5,6 +5,11 @@
 //! known by name the query goes to the subject that all of them serve.
 //!
 //! A replica whose roster is read gets the compact query. Others get the full one.
+//!
+//! Blocks that do not fit into one message are asked for in parts, one after another. The answer to
+//! a later part has each holder's run from the prompt's first block on, as of its own moment, and
+//! replaces what earlier parts say of that holder. A part without an answer costs the credit beyond
+//! the parts before it, and the state `exact`. A full query has one part.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,12 +22,16 @@ use tokio_util::sync::CancellationToken;
 use warmroute_plane::{
     Connection, Plane, PlaneError, RegistryEvent, RegistryWatch, after_arrivals,
 };
-use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
+use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::IndexerEntry;
-use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber};
+use warmroute_proto::roster::{
+    BlocksBefore, DeepHolderQuery, HolderAnswer, HolderPart, HolderQuery, RosterNumber,
+    RosterPageRequest,
+};
 use warmroute_proto::subject::Subjects;
+use warmroute_proto::{LocalHash, PrefixHash};
 
 use crate::indexer_pool::{IndexFault, IndexerPool};
 use crate::indexer_rosters::IndexerRosters;
@@ -38,16 +47,71 @@ const HOLD_DEADLINE: Duration = Duration::from_millis(200);
 /// twice.
 pub const HEDGE: Duration = Duration::from_millis(3);
 
-/// Most blocks in a query, so that it fits into a message of any server that passes the check at the
-/// start. What lies beyond is not credited.
+/// Most blocks in a message, so that it fits into one of any server that passes the check at the
+/// start.
 const BLOCKS_MAX: usize = 1 << 16;
 
-/// Bytes of a query besides its blocks.
+/// Most parts of a query. What lies beyond is not credited, and not called `exact`.
+const PARTS_MAX: usize = 16;
+
+/// Bytes of a message besides its blocks.
 const QUERY_ROOM: usize = 256;
 
-/// Most blocks in a query of so many bytes.
+/// Most blocks in a message of so many bytes.
 const fn blocks_within(bytes: usize) -> usize {
     bytes.saturating_sub(QUERY_ROOM) / size_of::<LocalHash>()
+}
+
+/// A prompt's blocks in parts that fit into a message each.
+#[derive(Clone, Copy)]
+struct PartedBlocks<'a> {
+    blocks: &'a [LocalHash],
+    part: usize,
+    /// The prompt has more blocks.
+    is_cut: bool,
+}
+
+impl<'a> PartedBlocks<'a> {
+    fn new(blocks: &'a [LocalHash], part: usize) -> Self {
+        let covered = blocks.len().min(part.saturating_mul(PARTS_MAX));
+        Self {
+            blocks: &blocks[..covered],
+            part,
+            is_cut: covered < blocks.len(),
+        }
+    }
+
+    fn first(self) -> &'a [LocalHash] {
+        &self.blocks[..self.blocks.len().min(self.part)]
+    }
+
+    /// Each part with what precedes it; an empty prompt has one part.
+    fn parts(self) -> impl Iterator<Item = (Option<BlocksBefore>, &'a [LocalHash])> {
+        let rest = &self.blocks[self.first().len()..];
+        let root = PrefixHash::after(None, LocalHash::RESUME_ROOT);
+        let mut before = BlocksBefore {
+            blocks: 0,
+            prefix: root,
+            resume: root,
+        };
+        let mut last = self.first();
+        let rest = rest.chunks(self.part).map(move |part| {
+            let parent = (before.blocks > 0).then_some(before.prefix);
+            before = BlocksBefore {
+                blocks: before.blocks.saturating_add(last.len() as u32),
+                prefix: end_of(parent, last).unwrap_or(before.prefix),
+                resume: end_of(Some(before.resume), last).unwrap_or(before.resume),
+            };
+            last = part;
+            (Some(before), part)
+        });
+        std::iter::once((None, self.first())).chain(rest)
+    }
+}
+
+/// Prefix hash of the last of these blocks.
+fn end_of(parent: Option<PrefixHash>, blocks: &[LocalHash]) -> Option<PrefixHash> {
+    prefix_hashes(parent, blocks).last()
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -118,25 +182,21 @@ impl IndexClient {
         Self { hedge, ..self }
     }
 
-    /// Asks for as many blocks as the server takes in one message.
+    /// Asks in as many parts as the server's limit of a message demands.
     pub async fn ask(&self, blocks: &[LocalHash]) -> Result<IndexReply, IndexError> {
-        let blocks = &blocks[..blocks.len().min(BLOCKS_MAX)];
-        match self.ask_any(blocks).await {
-            Err(IndexError::Plane(PlaneError::TooLarge { max, .. })) => {
-                let fitting = &blocks[..blocks.len().min(blocks_within(max))];
-                self.ask_any(fitting).await
-            }
-            reply => reply,
-        }
+        let fitting = blocks_within(self.plane.payload_max());
+        self.ask_any(PartedBlocks::new(blocks, fitting.clamp(1, BLOCKS_MAX)))
+            .await
     }
 
-    async fn ask_any(&self, blocks: &[LocalHash]) -> Result<IndexReply, IndexError> {
+    async fn ask_any(&self, blocks: PartedBlocks<'_>) -> Result<IndexReply, IndexError> {
         let now = Instant::now().into_std();
         let picked = self.indexers().pick_two(now, &mut Rng::new());
         match picked {
             [None, _] => {
                 let until = Instant::now() + DEADLINE;
-                self.ask_whole(self.subjects.query(), blocks, until).await
+                self.ask_whole(self.subjects.query(), blocks.first(), until)
+                    .await
             }
             [Some(first), None] => self.ask_one(&first, blocks, DEADLINE).await,
             [Some(first), Some(second)] => self.ask_hedged(&first, &second, blocks).await,
@@ -201,7 +261,7 @@ impl IndexClient {
     async fn ask_one(
         &self,
         id: &Arc<str>,
-        blocks: &[LocalHash],
+        blocks: PartedBlocks<'_>,
         deadline: Duration,
     ) -> Result<IndexReply, IndexError> {
         let until = Instant::now() + deadline;
@@ -209,7 +269,7 @@ impl IndexClient {
             Some(roster) => self.ask_holders(id, roster, blocks, until).await,
             None => {
                 let subject = self.subjects.query_at(id);
-                self.ask_whole(subject, blocks, until).await
+                self.ask_whole(subject, blocks.first(), until).await
             }
         };
         match &reply {
@@ -241,34 +301,25 @@ impl IndexClient {
         }
     }
 
-    /// Asks for the holders, part by part.
+    /// Asks for the holders, by one part of the prompt after another: an answer to a later part
+    /// must not be older than those to the parts before it.
     async fn ask_holders(
         &self,
         id: &Arc<str>,
         roster: Arc<ReplicaRoster>,
-        blocks: &[LocalHash],
+        blocks: PartedBlocks<'_>,
         until: Instant,
     ) -> Result<IndexReply, IndexError> {
-        let mut query = HolderQuery {
-            blocks: blocks.to_vec(),
-            from: RosterNumber(0),
-            known: roster.next_request(),
-        };
-        let mut parts = Vec::new();
-        loop {
-            let payload = Bytes::from(codec::encode(&query)?);
-            let deadline = until.saturating_duration_since(Instant::now());
-            let subject = self.subjects.query_at(id);
-            let answer = self.plane.request(subject, payload, deadline).await?;
-            let HolderAnswer::Holders(part) = codec::decode(&answer)? else {
-                return Err(IndexError::Behind);
-            };
-            // A part without an end would be asked for again.
-            let next = part.next.filter(|next| *next > query.from);
-            parts.push(part);
-            match next {
-                Some(next) => query.from = next,
-                None => break,
+        let known = roster.next_request();
+        let (mut parts, mut is_cut) = (Vec::new(), blocks.is_cut);
+        for (before, blocks) in blocks.parts() {
+            match self.ask_part(id, before, blocks, known, until).await {
+                Ok(answered) => parts.extend(answered),
+                Err(error) if parts.is_empty() => return Err(error),
+                Err(_) => {
+                    is_cut = true;
+                    break;
+                }
             }
         }
         let Some(reply) = HolderReply::new(roster, parts) else {
@@ -278,7 +329,53 @@ impl IndexClient {
         if reply.unnamed() > 0 {
             self.rosters.changed();
         }
-        Ok(IndexReply::Holders(reply))
+        Ok(IndexReply::Holders(match is_cut {
+            true => reply.of_first_blocks(),
+            false => reply,
+        }))
+    }
+
+    /// Asks for the holders by one part of the prompt, one range of the roster after another.
+    async fn ask_part(
+        &self,
+        id: &Arc<str>,
+        before: Option<BlocksBefore>,
+        blocks: &[LocalHash],
+        known: RosterPageRequest,
+        until: Instant,
+    ) -> Result<Vec<HolderPart>, IndexError> {
+        let (mut from, mut parts) = (RosterNumber(0), Vec::new());
+        loop {
+            let blocks = blocks.to_vec();
+            let payload = match before {
+                None => codec::encode(&HolderQuery {
+                    blocks,
+                    from,
+                    known,
+                }),
+                Some(before) => codec::encode(&DeepHolderQuery {
+                    before,
+                    blocks,
+                    from,
+                }),
+            };
+            let deadline = until.saturating_duration_since(Instant::now());
+            let subject = self.subjects.query_at(id);
+            let answer = self
+                .plane
+                .request(subject, payload?.into(), deadline)
+                .await?;
+            let HolderAnswer::Holders(part) = codec::decode(&answer)? else {
+                return Err(IndexError::Behind);
+            };
+            // A part without an end would be asked for again.
+            let next = part.next.filter(|next| *next > from);
+            parts.push(part);
+            match next {
+                Some(next) => from = next,
+                None => return Ok(parts),
+            }
+        }
     }
 
     /// The first good answer of two replicas.
@@ -286,7 +383,7 @@ impl IndexClient {
         &self,
         first: &Arc<str>,
         second: &Arc<str>,
-        blocks: &[LocalHash],
+        blocks: PartedBlocks<'_>,
     ) -> Result<IndexReply, IndexError> {
         let started = Instant::now();
         let mut early = Box::pin(self.ask_one(first, blocks, DEADLINE));

@@ -9,8 +9,8 @@ use warmroute_proto::query::{
     HoldAnswer, HoldQuery, HoldSpan, IndexAnswer, IndexQuery, SourceAnswer, SourceState,
 };
 use warmroute_proto::roster::{
-    CHANGES_MAX, DETAILS_MAX, HolderAnswer, HolderDetail, HolderGroup, HolderPart, NumberSet,
-    PART_BYTES_MAX, RosterId, RosterNumber, RosterPageRequest, RosterRow,
+    BlocksBefore, CHANGES_MAX, DETAILS_MAX, HolderAnswer, HolderDetail, HolderGroup, HolderPart,
+    NumberSet, PART_BYTES_MAX, RosterId, RosterNumber, RosterPageRequest, RosterRow,
 };
 use warmroute_proto::{LocalHash, LogPosition, PrefixHash, Source, StreamIdentity, Tiers};
 
@@ -21,15 +21,21 @@ use crate::tree::{SourceNumber, TierMask};
 const GROUP_BYTES: usize = 32;
 const DETAIL_BYTES: usize = 30;
 
+/// Encoded bytes of a changed row without its name.
+const ROW_BYTES: usize = 64;
+
 /// Blocks that are hashed between two pauses.
 const STEP_BLOCKS: usize = 1024;
 
 /// A prompt's prefix chain, computed before the lock is taken: for a long prompt it takes longer
 /// than the lookup.
 pub struct PreparedQuery {
+    before: Option<BlocksBefore>,
     blocks: Vec<LocalHash>,
+    /// The hashes of `blocks`, after that of the block before them if there is one.
     chain: Vec<PrefixHash>,
     at_least: Option<LogPosition>,
+    part_bytes: usize,
 }
 
 /// The sources that hold blocks of a prompt, as of one moment.
@@ -40,6 +46,7 @@ pub struct Holders {
     /// Ascending by number.
     holders: Vec<Holder>,
     changes: Vec<RosterRow>,
+    part_bytes: usize,
     /// Differs between prompts.
     salt: u64,
 }
@@ -71,6 +78,20 @@ impl PreparedQuery {
         Self::in_steps(blocks.to_vec(), || ())
     }
 
+    /// A query by blocks that follow others.
+    #[must_use]
+    pub fn below(before: BlocksBefore, blocks: &[LocalHash]) -> Self {
+        let mut chain = vec![before.prefix];
+        chain.extend(prefix_hashes(Some(before.prefix), blocks));
+        Self {
+            before: Some(before),
+            blocks: blocks.to_vec(),
+            chain,
+            at_least: None,
+            part_bytes: PART_BYTES_MAX,
+        }
+    }
+
     /// Pauses after each step, for work of low priority.
     #[must_use]
     pub fn in_steps(blocks: Vec<LocalHash>, mut pause: impl FnMut()) -> Self {
@@ -80,10 +101,18 @@ impl PreparedQuery {
             pause();
         }
         Self {
+            before: None,
             blocks,
             chain,
             at_least: None,
+            part_bytes: PART_BYTES_MAX,
         }
+    }
+
+    /// Bounds the bytes of an answer's groups with their details, and those of its changes.
+    #[must_use]
+    pub fn in_parts_of(self, part_bytes: usize) -> Self {
+        Self { part_bytes, ..self }
     }
 
     /// Answers the query, like [`answer`].
@@ -122,8 +151,11 @@ impl PreparedQuery {
 
     /// What each source holds of the prompt, by its number in the tree.
     fn runs(&self, fold: &Fold, allowed: &[TierMask]) -> Vec<Tiers<u32>> {
-        fold.tree()
-            .lookup_credit(&self.blocks, &self.chain, allowed)
+        let (tree, blocks, chain) = (fold.tree(), &self.blocks, &self.chain);
+        match &self.before {
+            Some(before) => tree.lookup_deep_credit(before, blocks, chain, allowed),
+            None => tree.lookup_credit(blocks, chain, allowed),
+        }
     }
 
     /// The holders of the prompt from this number on; `None` before the log is known.
@@ -144,13 +176,13 @@ impl PreparedQuery {
             if let Some((number, tiers)) = standing.allowed {
                 allowed[number.index()] = tiers;
             }
-            let has_room = changes.len() < CHANGES_MAX && change_bytes < PART_BYTES_MAX;
+            let has_room = changes.len() < CHANGES_MAX && change_bytes < self.part_bytes;
             let is_asked_for = standing.detail.source >= from;
             if !is_asked_for || !has_room || read.is_none_or(|since| !standing.is_news(since)) {
                 return;
             }
             if let Some(source) = fold.source_of(standing.detail.source) {
-                change_bytes += source.worker.as_str().len();
+                change_bytes += ROW_BYTES + source.worker.as_str().len();
                 changes.push(RosterRow {
                     number: standing.detail.source,
                     source: source.clone(),
@@ -177,6 +209,7 @@ impl PreparedQuery {
             roster,
             holders,
             changes,
+            part_bytes: self.part_bytes,
             salt: self.chain.last().map_or(0, |last| last.0),
         })
     }
@@ -207,7 +240,7 @@ pub fn hold_answer(fold: &Fold, query: &HoldQuery, now: Instant) -> HoldAnswer {
 }
 
 impl Holders {
-    /// As many as fit into [`PART_BYTES_MAX`]. Call it without the lock.
+    /// As many as fit into its bytes. Call it without the lock.
     #[must_use]
     pub fn into_answer(self) -> HolderAnswer {
         let holders = self.holders;
@@ -217,7 +250,7 @@ impl Holders {
             let groups: Vec<_> = grouped.values().filter_map(|of| group_of(of)).collect();
             let members = groups.iter().map(|group| group.members.bytes());
             let bytes: usize = members.map(|bytes| GROUP_BYTES + bytes).sum();
-            if bytes + DETAIL_BYTES * covered.min(DETAILS_MAX) <= PART_BYTES_MAX || covered <= 1 {
+            if bytes + DETAIL_BYTES * covered.min(DETAILS_MAX) <= self.part_bytes || covered <= 1 {
                 return HolderAnswer::Holders(HolderPart {
                     roster: self.roster,
                     log: self.log,

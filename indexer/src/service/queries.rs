@@ -93,14 +93,25 @@ impl ServiceContext {
             shared: Arc::clone(&self.shared),
         };
         let payload = &request.payload;
+        let part_bytes = roster::part_bytes_within(self.plane.payload_max());
         let answer = match codec::kind(payload) {
             Some(ViewPageRequest::KIND) => answered(payload, |ask| handle.view(&ask)),
             Some(ReplicaFaultsRequest::KIND) => {
                 answered(payload, |_: ReplicaFaultsRequest| handle.faults())
             }
             Some(HoldQuery::KIND) => answered(payload, |query| handle.hold(&query)),
-            Some(RosterPageRequest::KIND) => answered(payload, |ask| handle.roster(&ask)),
-            Some(HolderQuery::KIND) => answered(payload, |query| handle.holders(&query)),
+            Some(RosterPageRequest::KIND) => {
+                answered(payload, |ask| handle.roster(&ask, part_bytes))
+            }
+            Some(HolderQuery::KIND) => answered(payload, |query: HolderQuery| {
+                let prepared = query::PreparedQuery::of_blocks(&query.blocks);
+                handle.holders_of(&prepared.in_parts_of(part_bytes), query.known, query.from)
+            }),
+            Some(DeepHolderQuery::KIND) => answered(payload, |deep: DeepHolderQuery| {
+                let prepared = query::PreparedQuery::below(deep.before, &deep.blocks);
+                let no_changes = RosterPageRequest::default();
+                handle.holders_of(&prepared.in_parts_of(part_bytes), no_changes, deep.from)
+            }),
             Some(_) | None => answered(payload, |query| handle.query(&query)),
         };
         let failed = |outcome| self.shared.metrics.queries.inc(outcome);

@@ -47,6 +47,8 @@ pub enum IndexReply {
 pub struct HolderReply {
     roster: Arc<ReplicaRoster>,
     parts: Vec<HolderPart>,
+    /// Says nothing of the prompt's last blocks.
+    is_cut: bool,
 }
 
 /// One answer's data of one source.
@@ -54,6 +56,7 @@ pub struct KnownHolder<'a> {
     pub row: &'a KnownRow,
     pub group: Option<&'a HolderGroup>,
     pub detail: Option<&'a HolderDetail>,
+    is_cut: bool,
 }
 
 impl ReplicaRoster {
@@ -113,7 +116,21 @@ impl HolderReply {
                 Arc::make_mut(&mut roster).put(changes).ok()?;
             }
         }
-        is_own.then_some(Self { roster, parts })
+        is_own.then_some(Self {
+            roster,
+            parts,
+            is_cut: false,
+        })
+    }
+
+    /// An answer about the first blocks of a prompt: sources may hold more, so no state is above
+    /// `partial`.
+    #[must_use]
+    pub fn of_first_blocks(self) -> Self {
+        Self {
+            is_cut: true,
+            ..self
+        }
     }
 
     /// The lowest position of the parts; `None` if they are of several logs.
@@ -141,8 +158,9 @@ impl HolderReply {
         for part in &self.parts {
             for group in &part.groups {
                 for number in group.members.iter() {
-                    if let Some((of, _)) = known.get_mut(number.index()) {
-                        *of = Some(group);
+                    // A later part's group and detail are of one later moment.
+                    if let Some(of) = known.get_mut(number.index()) {
+                        *of = (Some(group), None);
                     }
                 }
             }
@@ -157,6 +175,7 @@ impl HolderReply {
                 row: row.as_ref()?,
                 group,
                 detail,
+                is_cut: self.is_cut,
             })
         })
     }
@@ -173,7 +192,11 @@ impl KnownHolder<'_> {
     #[must_use]
     pub fn states(&self) -> Option<Tiers<SourceState>> {
         let group = self.group.map(|group| group.states);
-        group.or_else(|| Some(self.row.status?.states))
+        let states = group.or_else(|| Some(self.row.status?.states))?;
+        Some(match self.is_cut {
+            true => states.map(|state| state.weakest(SourceState::Partial)),
+            false => states,
+        })
     }
 
     #[must_use]

@@ -350,26 +350,130 @@ async fn a_replica_without_a_roster_gets_full_queries() {
     stop.cancel();
 }
 
-/// A server whose limit was lowered costs the blocks beyond it, and no more.
-#[test]
-fn a_query_that_is_cut_to_a_limit_fits_it() {
-    for limit in [70_000, 65_536, 600 << 10] {
-        let blocks = vec![LocalHash(1); blocks_within(limit)];
-        let whole = codec::encode(&IndexQuery {
-            blocks: blocks.clone(),
-            at_least: Some(LogPosition(1)),
-        });
-        let holders = codec::encode(&HolderQuery {
-            blocks,
-            from: RosterNumber(0),
-            known: RosterPageRequest {
-                roster: RosterId(1),
-                since: 1,
+/// Serves the roster of sources 0 and 1. Both hold the first two blocks, and source 1 holds the
+/// third too, if the replica answers for later parts.
+async fn serve_parts(tasks: &TaskTracker, plane: &Arc<dyn Plane>, answers_later_parts: bool) {
+    let mut requests = plane.serve(subjects().query_at("a")).await.unwrap();
+    let row = |number| RosterRow {
+        number: RosterNumber(number),
+        source: Source {
+            worker: "w".into(),
+            dp_rank: DpRank(number),
+        },
+        status: None,
+    };
+    let page = RosterPage {
+        roster: RosterId(1),
+        version: 1,
+        rows: vec![row(0), row(1)],
+        more: false,
+    };
+    let holders = |gpu, members: &[u32]| {
+        let group = HolderGroup {
+            run: Tiers {
+                gpu,
+                ..Tiers::all(0)
             },
-        });
-        for query in [whole.unwrap(), holders.unwrap()] {
-            assert!(query.len() <= limit && query.len() + 512 > limit, "{limit}");
+            states: Tiers::all(SourceState::Exact),
+            members: NumberSet::from_ascending(members.iter().copied().map(RosterNumber)),
+        };
+        codec::encode(&HolderAnswer::Holders(HolderPart {
+            roster: RosterId(1),
+            log: LOG,
+            position: LogPosition(9),
+            groups: vec![group],
+            details: Vec::new(),
+            changes: Vec::new(),
+            next: None,
+        }))
+    };
+    let (first, later) = (holders(2, &[0, 1]).unwrap(), holders(3, &[1]).unwrap());
+    tasks.spawn(async move {
+        while let Some(request) = requests.next().await {
+            let answer = match codec::kind(&request.payload) {
+                Some(RosterPageRequest::KIND) => codec::encode(&page).unwrap(),
+                Some(HolderQuery::KIND) => first.clone(),
+                Some(DeepHolderQuery::KIND) if answers_later_parts => later.clone(),
+                _ => continue,
+            };
+            request.reply.send(answer.into());
         }
+    });
+}
+
+/// A replica of an older version drops what it cannot read.
+#[tokio::test(start_paused = true)]
+async fn parts_are_joined_and_one_without_an_answer_costs_what_is_beyond() {
+    for (answers_later_parts, runs) in [(true, [2, 3]), (false, [2, 2])] {
+        let (plane, tasks) = (plane(), TaskTracker::new());
+        serve_parts(&tasks, &plane, answers_later_parts).await;
+        let client = client(&plane, &["a"]);
+        let stop = CancellationToken::new();
+        tasks.spawn(client.clone().follow_rosters(stop.clone()));
+        sleep(Duration::from_millis(1)).await;
+        let blocks = [1, 2, 3].map(LocalHash);
+        let reply = client.ask_any(PartedBlocks::new(&blocks, 2)).await.unwrap();
+        let IndexReply::Holders(reply) = reply else {
+            panic!("its roster is read");
+        };
+        let found: Vec<u32> = reply.sources().map(|holder| holder.run().gpu).collect();
+        assert_eq!(found, runs);
+        let state = match answers_later_parts {
+            true => SourceState::Exact,
+            false => SourceState::Partial,
+        };
+        for holder in reply.sources() {
+            assert_eq!(holder.states(), Some(Tiers::all(state)));
+        }
+        stop.cancel();
+    }
+}
+
+#[test]
+fn parts_fit_and_continue_the_chain() {
+    let blocks: Vec<LocalHash> = (1..=30_000).map(LocalHash).collect();
+    let root = PrefixHash::after(None, LocalHash::RESUME_ROOT);
+    for limit in [70_000, 65_536, 600 << 10] {
+        let mut covered = 0;
+        for (before, part) in PartedBlocks::new(&blocks, blocks_within(limit)).parts() {
+            assert_eq!(part, &blocks[covered..][..part.len()]);
+            let blocks_of_part = part.to_vec();
+            let from = RosterNumber(0);
+            let payload = match before {
+                None => {
+                    let known = RosterPageRequest {
+                        roster: RosterId(1),
+                        since: 1,
+                    };
+                    codec::encode(&HolderQuery {
+                        blocks: blocks_of_part,
+                        from,
+                        known,
+                    })
+                    .unwrap()
+                }
+                Some(before) => {
+                    assert_eq!(before.blocks as usize, covered);
+                    let above = &blocks[..covered];
+                    assert_eq!(prefix_hashes(None, above).last(), Some(before.prefix));
+                    assert_eq!(prefix_hashes(Some(root), above).last(), Some(before.resume));
+                    codec::encode(&DeepHolderQuery {
+                        before,
+                        blocks: blocks_of_part,
+                        from,
+                    })
+                    .unwrap()
+                }
+            };
+            assert!(payload.len() <= limit, "{} of {limit}", payload.len());
+            covered += part.len();
+        }
+        assert_eq!(covered, blocks.len());
     }
     assert_eq!(blocks_within(10), 0);
+    let none = PartedBlocks::new(&[], 5);
+    assert_eq!(none.parts().count(), 1);
+    let bounded = PartedBlocks::new(&blocks, 10);
+    assert_eq!(bounded.parts().count(), PARTS_MAX);
+    assert!(bounded.is_cut && !none.is_cut);
 }

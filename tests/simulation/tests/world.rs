@@ -626,6 +626,23 @@ rows! {
     field_15_two_snapshotters: Routers [LoseLeases, LoseLeases, LoseLeases, LoseLeases];
 }
 
+/// Indexers answer to every part of a prompt by what the engine holds, and routers go by it.
+#[test]
+fn prompts_are_asked_for_in_parts() {
+    let plans: Vec<Plan> = (0..worlds())
+        .map(|seed| Plan {
+            setting: Some(Setting::SmallMessages),
+            ..Plan::of(seed)
+        })
+        .collect();
+    let reports = run_all(&plans).unwrap_or_else(|broken| {
+        let (at, outcome) = *broken;
+        panic!("seed {}: {}", plans[at].seed, outcome.broken.unwrap());
+    });
+    let later: u64 = reports.iter().map(|report| report.later_parts).sum();
+    assert!(later > worlds(), "answers to later parts: {later}");
+}
+
 /// Routers have learned before the trouble begins.
 fn troubled(trouble: Trouble, broken: Option<Breakage>, worlds: u64) -> Vec<Plan> {
     let plan = |seed| Plan {

@@ -547,10 +547,10 @@ impl Fold {
         self.roster.id()
     }
 
-    /// Changes of the roster, as of the last tick.
+    /// Changes of the roster, as of the last tick, in about so many bytes.
     #[must_use]
-    pub fn roster_page(&self, ask: &RosterPageRequest) -> RosterPage {
-        self.roster.page(ask)
+    pub fn roster_page(&self, ask: &RosterPageRequest, bytes_max: usize) -> RosterPage {
+        self.roster.page(ask, bytes_max)
     }
 
     /// Gives the standing of every source that has a number and records, ascending by number.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use warmroute_proto::Source;
 use warmroute_proto::roster::{
-    PART_BYTES_MAX, RosterId, RosterNumber, RosterPage, RosterPageRequest, RosterRow, RosterStatus,
+    RosterId, RosterNumber, RosterPage, RosterPageRequest, RosterRow, RosterStatus,
 };
 
 /// Encoded bytes of a row without its worker's name.
@@ -86,8 +86,8 @@ impl Roster {
         self.rows.get(number.index()).map(|row| &row.source)
     }
 
-    /// The oldest changes after a version.
-    pub(super) fn page(&self, ask: &RosterPageRequest) -> RosterPage {
+    /// The oldest changes after a version, in about so many bytes; one row in any case.
+    pub(super) fn page(&self, ask: &RosterPageRequest, bytes_max: usize) -> RosterPage {
         let since = if ask.roster == self.id { ask.since } else { 0 };
         let mut page = RosterPage {
             roster: self.id,
@@ -100,7 +100,7 @@ impl Roster {
             let Some(row) = self.rows.get(number.index()) else {
                 continue;
             };
-            if bytes >= PART_BYTES_MAX {
+            if bytes >= bytes_max && !page.rows.is_empty() {
                 page.more = true;
                 break;
             }
@@ -123,6 +123,7 @@ mod tests {
     use warmroute_proto::{DpRank, Generation, Tiers};
 
     use super::*;
+    use warmroute_proto::roster::PART_BYTES_MAX;
 
     fn source(number: u32) -> Source {
         Source {
@@ -153,7 +154,7 @@ mod tests {
             let mut read = Read::new();
             let mut ask = RosterPageRequest { roster: RosterId(7), since: 0 };
             let mut take = |roster: &Roster, read: &mut Read| {
-                let page = roster.page(&ask);
+                let page = roster.page(&ask, PART_BYTES_MAX);
                 ask.since = page.version;
                 read.extend(page.rows.into_iter().map(|row| (row.number, (row.source, row.status))));
                 page.more
@@ -180,7 +181,13 @@ mod tests {
         roster.set_id(RosterId(7));
         roster.add(&source(1));
         let ask = |roster, since| RosterPageRequest { roster, since };
-        assert_eq!(roster.page(&ask(RosterId(7), 1)).rows.len(), 0);
-        assert_eq!(roster.page(&ask(RosterId(8), 1)).rows.len(), 1);
+        assert_eq!(
+            roster.page(&ask(RosterId(7), 1), PART_BYTES_MAX).rows.len(),
+            0
+        );
+        assert_eq!(
+            roster.page(&ask(RosterId(8), 1), PART_BYTES_MAX).rows.len(),
+            1
+        );
     }
 }

@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use warmroute_proto::roster::{HolderAnswer, RosterPageRequest, RosterStatus};
+use warmroute_proto::roster::{HolderAnswer, RosterPageRequest, RosterStatus, part_bytes_within};
 use warmroute_proto::{Change, EngineSeq, Generation, RecordNumber, Tier, TierState, codec};
 
 use super::*;
@@ -29,7 +29,7 @@ fn holders_of(world: &World, names: &str) -> HolderPart {
 fn names(world: &World) -> BTreeMap<RosterNumber, Source> {
     let rows = world
         .fold
-        .roster_page(&RosterPageRequest::default())
+        .roster_page(&RosterPageRequest::default(), PART_BYTES_MAX)
         .rows
         .into_iter();
     rows.map(|row| (row.number, row.source)).collect()
@@ -103,7 +103,7 @@ proptest! {
             match step {
                 0 => world.wait(Duration::from_secs(2)),
                 1 => {
-                    let page = world.fold.roster_page(&known);
+                    let page = world.fold.roster_page(&known, PART_BYTES_MAX);
                     known.since = page.version;
                     rows.extend(page.rows.into_iter().map(|row| (row.source, row.status)));
                 }
@@ -160,7 +160,10 @@ fn changes_with_long_names_are_bounded_in_bytes() {
         world.publish(&name, vec![stored("", "a", Tier::Gpu)]);
     }
     let part = holders_of(&world, "b");
-    assert_eq!(part.changes.len(), PART_BYTES_MAX.div_ceil(10_002));
+    assert_eq!(
+        part.changes.len(),
+        PART_BYTES_MAX.div_ceil(10_002 + ROW_BYTES)
+    );
 }
 
 fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
@@ -186,6 +189,7 @@ fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
             .filter(|one| one.run.gpu > 0)
             .collect(),
         changes: Vec::new(),
+        part_bytes: PART_BYTES_MAX,
         salt: 5,
     }
 }
@@ -204,6 +208,31 @@ fn an_answer_of_8000_holders_takes_less_than_32_kib() {
     check("ten lengths", |number| {
         1 + number.wrapping_mul(2_654_435_761) % 10
     });
+}
+
+/// The server's limit may have been lowered since the start.
+#[test]
+fn an_answer_fits_into_a_small_message() {
+    for limit in [64 << 10, 70_000, 128 << 10] {
+        let mut world = World::new();
+        for number in 0..300 {
+            let name = format!("{}{number}/0", "w".repeat(250));
+            world.publish(&name, vec![stored("", "a", Tier::Gpu)]);
+        }
+        let part_bytes = part_bytes_within(limit);
+        let query = PreparedQuery::of_blocks(&locals("a")).in_parts_of(part_bytes);
+        let known = RosterPageRequest::default();
+        let found = query.holders(&world.fold, known, RosterNumber(0), world.now);
+        let mut answer = holders(40_000, |number| number + 1);
+        answer.part_bytes = part_bytes;
+        answer.changes = found.unwrap().changes;
+        assert!(!answer.changes.is_empty());
+        let bytes = codec::encode(&answer.into_answer()).unwrap().len();
+        assert!(bytes <= limit, "{bytes} of {limit}");
+        let page = world.fold.roster_page(&known, part_bytes);
+        let bytes = codec::encode(&page).unwrap().len();
+        assert!(page.more && bytes <= limit, "{bytes} of {limit}");
+    }
 }
 
 #[test]

@@ -13,6 +13,25 @@ use super::{Position, SourceNumber, TierMask, Tree};
 /// than two table lookups.
 const WALK_MAX: usize = 64;
 
+/// Prefix hashes of consecutive blocks of a prompt.
+#[derive(Clone, Copy)]
+pub(super) struct ChainPart<'a> {
+    prefixes: &'a [PrefixHash],
+    /// Depth of the first.
+    depth: usize,
+}
+
+impl<'a> ChainPart<'a> {
+    pub(super) const fn at(depth: usize, prefixes: &'a [PrefixHash]) -> Self {
+        Self { prefixes, depth }
+    }
+
+    /// From depth 0.
+    pub(super) const fn whole(prefixes: &'a [PrefixHash]) -> Self {
+        Self::at(0, prefixes)
+    }
+}
+
 /// A run on the prompt's path, and the number of its blocks in the prompt.
 struct PathRun {
     run: RunId,
@@ -22,9 +41,9 @@ struct PathRun {
 /// State of the search for the last known block.
 struct DepthSearch {
     last: Position,
-    /// Depth of that block.
+    /// Index of that block in the chain.
     known: usize,
-    /// An unknown depth, or the prompt's length.
+    /// The index of an unknown block, or the chain's length.
     unknown: usize,
 }
 
@@ -40,17 +59,18 @@ pub(super) fn of_some(
         }
     }
     let mut runs = Vec::new();
-    all(tree, chain, &masks, &mut runs);
+    all(tree, ChainPart::whole(chain), &masks, &mut runs);
     allowed
         .iter()
         .map(|(number, _)| runs.get(number.index()).copied().unwrap_or_default())
         .collect()
 }
 
-/// Runs of all sources, by source number. `runs` is empty or holds defaults.
+/// Runs of all sources from the prompt's first block, by source number. Nothing if the chain's
+/// first block is unknown. `runs` is empty or holds defaults.
 pub(super) fn all(
     tree: &Tree,
-    chain: &[PrefixHash],
+    chain: ChainPart<'_>,
     allowed: &[TierMask],
     runs: &mut Vec<Tiers<u32>>,
 ) {
@@ -65,7 +85,7 @@ pub(super) fn all(
 
 /// Depth of the deepest block of the chain that each source holds on the GPU, with or without those
 /// above it, by source number; 0 if it holds none below the first.
-pub(super) fn deepest(tree: &Tree, chain: &[PrefixHash], allowed: &[TierMask]) -> Vec<u32> {
+pub(super) fn deepest(tree: &Tree, chain: ChainPart<'_>, allowed: &[TierMask]) -> Vec<u32> {
     let mut depths = vec![0; tree.sources.len()];
     for stage in tree.way(chain) {
         let run = tree.run(stage.run);
@@ -133,7 +153,7 @@ fn advance_by_pieces(
 
 impl Tree {
     /// Runs from the prompt's last known block to the root.
-    fn way(&self, chain: &[PrefixHash]) -> Vec<PathRun> {
+    fn way(&self, chain: ChainPart<'_>) -> Vec<PathRun> {
         let mut way = Vec::with_capacity(8);
         let Some(last) = self.last_known(chain) else {
             return way;
@@ -162,60 +182,61 @@ impl Tree {
     /// A prefix is known only if all before it are, so the depths can be searched, starting in the
     /// middle. If that is unknown, often only a common beginning is known: the first blocks are
     /// walked.
-    fn last_known(&self, chain: &[PrefixHash]) -> Option<Position> {
-        let middle = chain.len() / 2;
-        let [first, half] = [chain.first()?, chain.get(middle)?];
+    fn last_known(&self, chain: ChainPart<'_>) -> Option<Position> {
+        let middle = chain.prefixes.len() / 2;
+        let [first, half] = [chain.prefixes.first()?, chain.prefixes.get(middle)?];
         self.table.touch(&[*first, *half]);
         let mut found = DepthSearch {
             last: Position::ROOT,
             known: 0,
-            unknown: chain.len(),
+            unknown: chain.prefixes.len(),
         };
         let mut is_left = false;
         if !self.probe(chain, middle, &mut found) {
             found.last = self.locate_at(chain, 0)?;
-            is_left = self.walk(chain, &mut found);
+            is_left = self.walk(chain.prefixes, &mut found);
         }
         Some(self.search(chain, found, is_left))
     }
 
     /// Guesses first that the prompt contains all of a run; walks short distances. `is_left`: the
     /// prompt is known to leave the run.
-    fn search(&self, chain: &[PrefixHash], mut found: DepthSearch, mut is_left: bool) -> Position {
+    fn search(&self, chain: ChainPart<'_>, mut found: DepthSearch, mut is_left: bool) -> Position {
         let mut tried = RunId::NONE;
         while found.known + 1 < found.unknown {
             let run = self.run(found.last.run);
-            let end = (run.start + run.len) as usize;
+            // The run reaches below the chain's first block: the last known one is in it.
+            let end = ((run.start + run.len) as usize).saturating_sub(chain.depth);
             let fits = found.known < end && end <= found.unknown;
             if is_left {
                 // Only a child run can continue.
-            } else if tried != found.last.run && fits && chain[end - 1] == run.tail {
+            } else if tried != found.last.run && fits && chain.prefixes[end - 1] == run.tail {
                 found.last.offset = run.len - 1;
                 found.known = end - 1;
                 is_left = true;
             } else if found.unknown - found.known <= WALK_MAX {
-                is_left = self.walk(chain, &mut found);
+                is_left = self.walk(chain.prefixes, &mut found);
             }
             if found.known + 1 >= found.unknown || (is_left && run.first_child == RunId::NONE) {
                 break;
             }
             tried = found.last.run;
-            let depth = match is_left {
+            let index = match is_left {
                 true => found.known + 1,
                 false => found.known + (found.unknown - found.known) / 2,
             };
-            self.probe(chain, depth, &mut found);
+            self.probe(chain, index, &mut found);
             is_left = false;
         }
         found.last
     }
 
-    /// Probes a depth. Returns true if it is known.
-    fn probe(&self, chain: &[PrefixHash], depth: usize, found: &mut DepthSearch) -> bool {
-        let position = self.locate_at(chain, depth);
+    /// Probes a block. Returns true if it is known.
+    fn probe(&self, chain: ChainPart<'_>, index: usize, found: &mut DepthSearch) -> bool {
+        let position = self.locate_at(chain, index);
         match position {
-            Some(position) => (found.last, found.known) = (position, depth),
-            None => found.unknown = depth,
+            Some(position) => (found.last, found.known) = (position, index),
+            None => found.unknown = index,
         }
         position.is_some()
     }
@@ -251,9 +272,9 @@ impl Tree {
         same
     }
 
-    fn locate_at(&self, chain: &[PrefixHash], depth: usize) -> Option<Position> {
-        let position = self.locate(*chain.get(depth)?)?;
-        let start = self.run(position.run).start;
-        (start as usize + position.offset as usize == depth).then_some(position)
+    fn locate_at(&self, chain: ChainPart<'_>, index: usize) -> Option<Position> {
+        let position = self.locate(*chain.prefixes.get(index)?)?;
+        let start = self.run(position.run).start as usize;
+        (start + position.offset as usize == chain.depth + index).then_some(position)
     }
 }

@@ -69,11 +69,13 @@ mod store;
 mod table;
 
 use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::roster::BlocksBefore;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use self::ahead::Grown;
 use self::blocks::{BlockArena, CHUNK};
 use self::ids::RunId;
+use self::lookup::ChainPart;
 use self::room::Trim;
 use self::run::Run;
 use self::runs::RunArena;
@@ -394,11 +396,30 @@ impl Tree {
         allowed: &[TierMask],
     ) -> Vec<Tiers<u32>> {
         let mut runs = Vec::new();
+        lookup::all(self, ChainPart::whole(chain), allowed, &mut runs);
+        // A source has either runs or resume points.
+        raise_to(&mut runs, self.resume_depths(blocks, allowed));
+        runs
+    }
+
+    /// [`Self::lookup_credit`] by the last blocks of a prompt: nothing if the prompt is not known
+    /// up to the block before them. `chain` has the prefix hashes of `blocks` and, first, of that
+    /// block.
+    #[must_use]
+    pub fn lookup_deep_credit(
+        &self,
+        before: &BlocksBefore,
+        blocks: &[LocalHash],
+        chain: &[PrefixHash],
+        allowed: &[TierMask],
+    ) -> Vec<Tiers<u32>> {
+        let depth = before.blocks as usize;
+        let chain = ChainPart::at(depth.saturating_sub(1), chain);
+        let mut runs = Vec::new();
         lookup::all(self, chain, allowed, &mut runs);
-        for (run, depth) in runs.iter_mut().zip(self.resume_depths(blocks, allowed)) {
-            // A source has either runs or resume points.
-            run.gpu = run.gpu.max(depth);
-        }
+        // The chain of resume points has a root before the prompt's first block.
+        let depths = self.resume_depths_below(before.resume, depth, blocks, allowed);
+        raise_to(&mut runs, depths);
         runs
     }
 
@@ -408,10 +429,21 @@ impl Tree {
     #[must_use]
     pub fn resume_depths(&self, blocks: &[LocalHash], allowed: &[TierMask]) -> Vec<u32> {
         let root = PrefixHash::after(None, LocalHash::RESUME_ROOT);
-        if self.locate(root).is_none() {
+        self.resume_depths_below(root, 0, blocks, allowed)
+    }
+
+    /// [`Self::resume_depths`] of sources whose points reach the given prefix at this depth.
+    fn resume_depths_below(
+        &self,
+        prefix: PrefixHash,
+        depth: usize,
+        blocks: &[LocalHash],
+        allowed: &[TierMask],
+    ) -> Vec<u32> {
+        if self.locate(prefix).is_none() {
             return Vec::new();
         }
-        let mut chain = vec![root];
+        let mut chain = vec![prefix];
         for step in blocks.chunks(RESUME_STEP) {
             chain.extend(prefix_hashes(chain.last().copied(), step));
             // Below a prefix that is not there is none: a long prompt's rest is not hashed.
@@ -419,7 +451,7 @@ impl Tree {
                 break;
             }
         }
-        lookup::deepest(self, &chain, allowed)
+        lookup::deepest(self, ChainPart::at(depth, &chain), allowed)
     }
 
     /// [`Self::lookup`] by prefix hashes from depth 0, for every source, indexed by its number.
@@ -437,7 +469,7 @@ impl Tree {
         chain: &[PrefixHash],
         mut runs: Vec<Tiers<u32>>,
     ) -> Vec<Tiers<u32>> {
-        lookup::all(self, chain, &self.open, &mut runs);
+        lookup::all(self, ChainPart::whole(chain), &self.open, &mut runs);
         runs
     }
 
@@ -564,6 +596,12 @@ impl Tree {
     #[cfg(test)]
     fn check(&self) {
         tests::check(self);
+    }
+}
+
+fn raise_to(runs: &mut [Tiers<u32>], depths: Vec<u32>) {
+    for (run, depth) in runs.iter_mut().zip(depths) {
+        run.gpu = run.gpu.max(depth);
     }
 }
 

@@ -218,6 +218,81 @@ fn resume_points_of_a_long_prompt_are_found() {
     }
 }
 
+/// Wherever a prompt is cut, what its later part answers, and elsewhere what its first part does.
+#[test]
+fn a_prompt_in_two_parts_is_credited_like_the_whole() {
+    let mut tree = Tree::new();
+    let path: Vec<u64> = (1..=600).collect();
+    let resume = [&[LocalHash::RESUME_ROOT.0], &*path].concat();
+    let mut hold = |pieces: &[(usize, usize, Tier)]| {
+        let number = tree.open();
+        for &(from, to, tier) in pieces {
+            tree.apply(number, &stored(&path[..from], &path[from..to], tier))
+                .unwrap();
+        }
+        number
+    };
+    hold(&[(0, 600, Tier::Gpu)]);
+    hold(&[(0, 250, Tier::Gpu), (250, 400, Tier::Cpu)]);
+    let holed = hold(&[
+        (0, 300, Tier::Gpu),
+        (300, 301, Tier::Disk),
+        (301, 400, Tier::Gpu),
+    ]);
+    hold(&[(0, 100, Tier::Cpu), (100, 120, Tier::Disk)]);
+    let branch = tree.open();
+    let turn = [&path[..350], &[9000, 9001]].concat();
+    tree.apply(branch, &stored(&[], &turn, Tier::Gpu)).unwrap();
+    let none = &removed(&[&path[..280]], Tier::Gpu);
+    tree.apply(holed, none).unwrap();
+    let points = tree.open();
+    for depth in [512, 256, 40] {
+        tree.apply(points, &stored(&[], &resume[..=depth], Tier::Gpu))
+            .unwrap();
+        let above: Vec<_> = (1..=depth).map(|len| &resume[..len]).collect();
+        tree.apply(points, &removed(&above, Tier::Gpu)).unwrap();
+    }
+    let allowed = [TierMask::ALL; 6];
+    let root = PrefixHash::after(None, LocalHash::RESUME_ROOT);
+    for prompt in [
+        &path[..],
+        &path[..450],
+        &turn,
+        &[&path[..], &[7, 8]].concat(),
+    ] {
+        let blocks = locals(prompt);
+        let chain: Vec<_> = prefix_hashes(None, &blocks).collect();
+        let points: Vec<_> = prefix_hashes(Some(root), &blocks).collect();
+        let whole = tree.lookup_credit(&blocks, &chain, &allowed);
+        assert!(
+            whole.iter().all(|run| *run != Tiers::default()),
+            "{whole:?}"
+        );
+        for cut in 1..blocks.len() {
+            let mut runs = tree.lookup_credit(&blocks[..cut], &chain[..cut], &allowed);
+            let before = BlocksBefore {
+                blocks: cut as u32,
+                prefix: chain[cut - 1],
+                resume: points[cut - 1],
+            };
+            let rest = (&blocks[cut..], &chain[cut - 1..]);
+            let deep = tree.lookup_deep_credit(&before, rest.0, rest.1, &allowed);
+            for (run, deep) in runs.iter_mut().zip(deep) {
+                if deep != Tiers::default() {
+                    *run = deep;
+                }
+            }
+            assert_eq!(runs, whole, "{cut} of {}", blocks.len());
+            // Its depth is not that of a hash that is known elsewhere.
+            for blocks in [cut as u32 + 1, u32::MAX] {
+                let other = BlocksBefore { blocks, ..before };
+                let none = tree.lookup_deep_credit(&other, rest.0, rest.1, &allowed);
+                assert!(none.iter().all(|run| *run == Tiers::default()));
+            }
+        }
+    }
+}
+
 #[test]
 fn tier_that_is_not_allowed_holds_nothing() {
     let mut tree = Tree::new();
@@ -869,7 +944,8 @@ proptest! {
                     let run = chain.iter().take_while(|at| held.contains(*at)).count();
                     prop_assert_eq!(runs[number.index()].gpu as usize, run);
                     let all = vec![TierMask::ALL; tree.sources.len()];
-                    let deepest = lookup::deepest(&tree, &chain, &all)[number.index()];
+                    let whole = ChainPart::whole(&chain);
+                    let deepest = lookup::deepest(&tree, whole, &all)[number.index()];
                     let last = chain.iter().rposition(|at| held.contains(at)).unwrap_or(0);
                     prop_assert_eq!(deepest as usize, last);
                 }

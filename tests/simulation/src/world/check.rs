@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,8 +13,8 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason};
 use warmroute_proto::view::SourceView;
 use warmroute_proto::{
-    Digest, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, Record, RecordNumber, Source,
-    Tier, TierStates, Tiers, WorkerId, codec,
+    Digest, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, PrefixHash, Record,
+    RecordNumber, Source, Tier, TierStates, WorkerId, codec,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -26,7 +25,7 @@ use super::faults::Fault;
 use super::host::{Event, ProcessId};
 use super::model::Pair;
 use super::plane::At;
-use super::replica::Written;
+use super::requests::RouterChecks;
 
 /// A state that ended longer ago must not be credited, whether the engine's life ended or its next
 /// batch came: 3 s of the shim's proof or backlog, the heartbeats' period, and 5 s of the indexer's
@@ -85,28 +84,6 @@ pub(super) struct RegistryChecks {
     pub(super) registered: BTreeMap<String, (At, bool)>,
     /// The revision that created each key.
     pub(super) created: BTreeMap<String, Revision>,
-}
-
-/// What was seen of the routers.
-#[derive(Default)]
-pub(super) struct RouterChecks {
-    pub(super) decisions: u64,
-    /// Decisions that moved a request.
-    pub(super) moves: u64,
-    /// Shortfalls that an index explained.
-    pub(super) rechecks: u64,
-    /// Requests that no worker could take.
-    pub(super) refused: u64,
-    /// Credited sources in answers to routers, compared with the engines.
-    pub(super) answers: u64,
-    /// Views of other routers' load, compared with what these wrote.
-    pub(super) views: u64,
-    pub(super) written: Arc<Mutex<Written>>,
-    /// What indexers answered to each question: sources with blocks.
-    pub(super) answered: BTreeMap<u64, Vec<(Source, Tiers<u32>)>>,
-    /// The source of each number of a roster.
-    pub(super) names: BTreeMap<(u64, u32), Source>,
-    pub(super) index_well_since: Option<At>,
 }
 
 #[derive(Default)]
@@ -207,6 +184,8 @@ pub struct Report {
     pub moves: u64,
     pub rechecks: u64,
     pub refused: u64,
+    /// Answers to later parts of a prompt that name sources.
+    pub later_parts: u64,
     /// Credited sources in answers to routers, and routers' views of each other, all compared.
     pub answers: u64,
     pub views: u64,
@@ -235,6 +214,7 @@ impl Checks {
             moves: self.routers.moves,
             rechecks: self.routers.rechecks,
             refused: self.routers.refused,
+            later_parts: self.routers.later_parts,
             answers: self.routers.answers,
             views: self.routers.views,
             set_aside: self.set_aside,
@@ -625,8 +605,7 @@ impl World {
         let Some(blocks) = life.some_prompt(&mut self.rng) else {
             return Ok(());
         };
-        let is_held =
-            |prefix: &warmroute_proto::PrefixHash| truth.contains(&(prefix.0, Tier::Gpu.number()));
+        let is_held = |prefix: &PrefixHash| truth.contains(&(prefix.0, Tier::Gpu.number()));
         let expected = prefix_hashes(None, &blocks).take_while(is_held).count();
         let query = IndexQuery {
             blocks,

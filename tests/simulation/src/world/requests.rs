@@ -8,7 +8,7 @@
 //! connection.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -17,7 +17,9 @@ use warmroute_indexer::Handle;
 use warmroute_proto::codec::Message as _;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
-use warmroute_proto::roster::{HolderAnswer, HolderPart, HolderQuery, RosterPage, RosterRow};
+use warmroute_proto::roster::{
+    DeepHolderQuery, HolderAnswer, HolderPart, HolderQuery, RosterPage, RosterRow,
+};
 use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed, Source, Tier, Tiers, codec};
 use warmroute_router::route::Prompt;
 use warmroute_router::route::cost::capped;
@@ -30,6 +32,7 @@ use super::client::{AnswerForm, ClientNews, ClientRequest, Decided, StatedSource
 use super::host::{Event, Input, Kind, Timer};
 use super::life::draw_request;
 use super::plane::At;
+use super::replica::Written;
 use super::router::{HEALTH_EVERY, PROBE_EVERY, RouterRun};
 use super::trouble::Trouble;
 
@@ -37,6 +40,33 @@ use super::trouble::Trouble;
 const COME_ON: Duration = Duration::from_secs(3);
 /// The view keeps numbers of so short a time as one.
 const GRAIN: Duration = Duration::from_millis(10);
+
+/// What was seen of the routers.
+#[derive(Default)]
+pub(super) struct RouterChecks {
+    pub(super) decisions: u64,
+    /// Decisions that moved a request.
+    pub(super) moves: u64,
+    /// Shortfalls that an index explained.
+    pub(super) rechecks: u64,
+    /// Requests that no worker could take.
+    pub(super) refused: u64,
+    /// Credited sources in answers to routers, compared with the engines.
+    pub(super) answers: u64,
+    /// Views of other routers' load, compared with what these wrote.
+    pub(super) views: u64,
+    pub(super) written: Arc<Mutex<Written>>,
+    /// What indexers answered to each question: sources with blocks.
+    pub(super) answered: BTreeMap<u64, Vec<(Source, Tiers<u32>)>>,
+    /// Where messages are small: the questions that later parts of a prompt continue, by the prefix
+    /// hash of their last block.
+    pub(super) continued: BTreeMap<PrefixHash, Vec<LocalHash>>,
+    /// Answers to later parts that name sources.
+    pub(super) later_parts: u64,
+    /// The source of each number of a roster.
+    pub(super) names: BTreeMap<(u64, u32), Source>,
+    pub(super) index_well_since: Option<At>,
+}
 
 /// What answers showed of a source, or of the log.
 pub(super) struct Shown<G> {
@@ -217,9 +247,17 @@ impl World {
                 }
             }
             Some(HolderQuery::KIND) => {
-                let (query, answer) = (codec::decode(question), codec::decode(answer));
+                let query = codec::decode::<HolderQuery>(question);
+                let answer = codec::decode(answer);
                 if let (Ok(query), Ok(HolderAnswer::Holders(part))) = (query, answer) {
-                    self.check_holders(at, &query, &part);
+                    self.check_holders(at, &query.blocks, &part);
+                }
+            }
+            Some(DeepHolderQuery::KIND) => {
+                let query = codec::decode::<DeepHolderQuery>(question);
+                let answer = codec::decode(answer);
+                if let (Ok(query), Ok(HolderAnswer::Holders(part))) = (query, answer) {
+                    self.check_later_part(at, query, &part);
                 }
             }
             _ => {
@@ -246,9 +284,55 @@ impl World {
         }
     }
 
-    fn check_holders(&mut self, at: usize, query: &HolderQuery, part: &HolderPart) {
+    /// An answer to a later part is one about all blocks down to its last. It says nothing of
+    /// sources that it does not name: the index may know no source that holds the blocks before.
+    fn check_later_part(&mut self, at: usize, query: DeepHolderQuery, part: &HolderPart) {
+        let Some(mut blocks) = self
+            .checks
+            .routers
+            .continued
+            .get(&query.before.prefix)
+            .cloned()
+        else {
+            self.fail(format!(
+                "indexer {at} is asked to go on from {:?}",
+                query.before
+            ));
+            return;
+        };
+        blocks.extend(query.blocks);
+        let answers = self.named_answers(&blocks, part);
+        self.checks.routers.later_parts += u64::from(!answers.is_empty());
+        self.check_all(at, &blocks, &answers);
+    }
+
+    fn check_holders(&mut self, at: usize, blocks: &[LocalHash], part: &HolderPart) {
         self.learn_names(part.roster.0, &part.changes);
-        let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
+        let mut answers = self.named_answers(blocks, part);
+        // A source that is not named holds nothing. What it has applied is not in the answer.
+        let position = self.read_index(at, Handle::position);
+        if part.next.is_none() && position == Some(part.position) {
+            for standing in self.standings(at) {
+                let is_named = answers.iter().any(|named| named.source == standing.source);
+                if let Some(generation) = standing.generation.filter(|_| !is_named) {
+                    answers.push(SourceAnswer {
+                        source: standing.source,
+                        generation,
+                        number: standing.number,
+                        engine_seq: standing.engine_seq,
+                        states: standing.states,
+                        reason: None,
+                        proof_age_ms: 0,
+                        run: Tiers::default(),
+                    });
+                }
+            }
+        }
+        self.check_all(at, blocks, &answers);
+    }
+
+    /// What an answer about these blocks says of the sources that it names in detail.
+    fn named_answers(&mut self, blocks: &[LocalHash], part: &HolderPart) -> Vec<SourceAnswer> {
         let mut answers = Vec::new();
         for group in &part.groups {
             for number in group.members.iter() {
@@ -269,31 +353,17 @@ impl World {
                 });
             }
         }
-        self.note_answers(&query.blocks, &answers);
+        self.note_answers(blocks, &answers);
+        answers
+    }
+
+    fn check_all(&mut self, at: usize, blocks: &[LocalHash], answers: &[SourceAnswer]) {
         if self.is_clock_unseen(self.indexers[at].host) {
             return;
         }
-        // A source that is not named holds nothing. What it has applied is not in the answer.
-        let position = self.read_index(at, Handle::position);
-        if part.next.is_none() && position == Some(part.position) {
-            for standing in self.standings(at) {
-                let is_named = answers.iter().any(|named| named.source == standing.source);
-                if let Some(generation) = standing.generation.filter(|_| !is_named) {
-                    answers.push(SourceAnswer {
-                        source: standing.source,
-                        generation,
-                        number: standing.number,
-                        engine_seq: standing.engine_seq,
-                        states: standing.states,
-                        reason: None,
-                        proof_age_ms: 0,
-                        run: Tiers::default(),
-                    });
-                }
-            }
-        }
+        let chain: Vec<PrefixHash> = prefix_hashes(None, blocks).collect();
         let age_max = self.age_max();
-        for answer in &answers {
+        for answer in answers {
             if let Err(why) = self.check_answer(answer, &chain, age_max) {
                 self.fail(format!("indexer {at} answers of {}: {why}", answer.source));
             }
@@ -305,6 +375,16 @@ impl World {
         let said = said.map(|part| (part.source.clone(), part.run));
         let answered = &mut self.checks.routers.answered;
         answered.entry(hash(question)).or_default().extend(said);
+        if self.has_small_messages()
+            && let Some(last) = prefix_hashes(None, question).last()
+        {
+            let continued = &mut self.checks.routers.continued;
+            continued.insert(last, question.to_vec());
+        }
+    }
+
+    const fn has_small_messages(&self) -> bool {
+        self.rates.set.record_bytes_max.is_some()
     }
 
     /// Checks an indexer's answer as of the moment at which it is sent.
@@ -313,16 +393,7 @@ impl World {
             return;
         };
         self.note_answers(&query.blocks, sources);
-        if self.is_clock_unseen(self.indexers[at].host) {
-            return;
-        }
-        let age_max = self.age_max();
-        let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
-        for part in sources {
-            if let Err(why) = self.check_answer(part, &chain, age_max) {
-                self.fail(format!("indexer {at} answers of {}: {why}", part.source));
-            }
-        }
+        self.check_all(at, &query.blocks, sources);
     }
 
     fn check_answer(
@@ -488,13 +559,20 @@ impl World {
         Ok(())
     }
 
-    /// A router goes by what an indexer answered to the request's own question.
+    /// A router goes by what an indexer answered to the request's own question, or, where messages
+    /// are small, to its beginning.
     fn check_stated(&self, decided: &Decided) -> Result<(), String> {
-        let question = hash(decided.request.prompt.hit_blocks());
-        let answered = self.checks.routers.answered.get(&question);
+        let blocks = decided.request.prompt.hit_blocks();
+        let least = match self.has_small_messages() {
+            true => 0,
+            false => blocks.len(),
+        };
+        let questions = (least..=blocks.len()).map(|len| hash(&blocks[..len]));
+        let answered = questions.filter_map(|question| self.checks.routers.answered.get(&question));
+        let answered: Vec<_> = answered.flatten().collect();
         let was_said = |part: &&StatedSource| {
             let said = (part.source.clone(), part.run);
-            part.run == Tiers::default() || answered.is_some_and(|all| all.contains(&said))
+            part.run == Tiers::default() || answered.contains(&&said)
         };
         match decided.stated.sources.iter().find(|part| !was_said(part)) {
             Some(part) => Err(format!("reads {part:?}, which no indexer answered")),

@@ -36,6 +36,9 @@ const ENDS_WITHIN: Duration = Duration::from_secs(30);
 /// The plane's limit of a message, unless set otherwise.
 const MESSAGE_BYTES_MAX: usize = codec::MESSAGE_BYTES_MAX;
 
+/// What routers take for it where messages are small: four blocks of a prompt.
+const ROUTERS_BYTES_MAX: usize = 256 + 4 * 8;
+
 impl World {
     /// Starts a host's process. `main` builds the product's service around this plane.
     pub(super) fn run_process<F>(
@@ -49,7 +52,12 @@ impl World {
         let outbox = Outbox::default();
         let socket = connection(self.hosts[host].seems_up);
         let shows_missing = self.broken != Some(Breakage::DeafIsConnected);
-        let bytes_max = self.rates.set.record_bytes_max.unwrap_or(MESSAGE_BYTES_MAX);
+        let bytes_max = match (self.rates.set.record_bytes_max, self.hosts[host].kind) {
+            // Queries of a few blocks, with whole answers.
+            (Some(_), Kind::Router(_)) => ROUTERS_BYTES_MAX,
+            (Some(set), Kind::Shim(_)) => set,
+            (Some(_), Kind::Indexer(_)) | (None, _) => MESSAGE_BYTES_MAX,
+        };
         let plane_of = self.plane_of(host);
         let mut connection = None;
         let process = Process::start(self.now, || {

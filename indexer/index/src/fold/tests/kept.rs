@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use warmroute_proto::roster::{HolderAnswer, HolderPart, RosterNumber};
+use warmroute_proto::roster::{HolderAnswer, HolderPart, PART_BYTES_MAX, RosterNumber};
 
 use super::*;
 use crate::query::PreparedQuery;
@@ -164,7 +164,7 @@ impl Watched {
                 }
             }
             Step::Read => {
-                let page = world.fold.roster_page(&self.known);
+                let page = world.fold.roster_page(&self.known, PART_BYTES_MAX);
                 self.known.since = page.version;
                 let rows = page.rows.into_iter();
                 self.rows.extend(rows.map(|row| (row.source, row.status)));
@@ -347,7 +347,9 @@ fn the_roster_follows_what_is_kept() {
     let mut world = World::new();
     world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
     let listed = |world: &World| {
-        let page = world.fold.roster_page(&RosterPageRequest::default());
+        let page = world
+            .fold
+            .roster_page(&RosterPageRequest::default(), PART_BYTES_MAX);
         page.rows[0].status.map(|status| status.states.gpu)
     };
     for state in [TierState::Complete, TierState::Partial] {
@@ -366,7 +368,9 @@ fn a_freed_source_is_listed_as_gone() {
     world.fold.watch_is_current(world.now);
     let reasons = [0, 30, 31].map(|secs| {
         world.wait(Duration::from_secs(secs));
-        let page = world.fold.roster_page(&RosterPageRequest::default());
+        let page = world
+            .fold
+            .roster_page(&RosterPageRequest::default(), PART_BYTES_MAX);
         page.rows[0].status.unwrap().reason
     });
     let (no_proof, gone) = (UnknownReason::NoProof, UnknownReason::ShimGone);

@@ -1,4 +1,5 @@
 use super::*;
+use warmroute_proto::roster::part_bytes_within;
 
 fn layout(namespace: &str) -> Layout {
     Layout::new(&Namespace::from(namespace))
@@ -112,6 +113,8 @@ fn old_servers_and_small_logs_are_refused() {
     // A page of an indexer's sources would not fit.
     assert_eq!(server_differences("2.15.1", 512 << 10).len(), 1);
     assert_eq!(server_differences("2.15.1", 600 << 10), []);
+    // No part of an answer is smaller than it may be.
+    assert_eq!(part_bytes_within(PAYLOAD_BYTES_MIN), PART_BYTES_MAX);
     let init = InitConfig::default();
     assert_eq!(init_differences(&init), []);
     let max_bytes = 0;
