@@ -168,7 +168,8 @@ impl TokenChecks {
             PromptRoute::Completions
             | PromptRoute::Embeddings
             | PromptRoute::Pooling
-            | PromptRoute::TokenIds => None,
+            | PromptRoute::TokenIds
+            | PromptRoute::Embed => None,
         }
     }
 

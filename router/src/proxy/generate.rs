@@ -87,8 +87,8 @@ async fn generate_from(
     }
 }
 
-/// `/invocations`: the route follows from the body.
-pub(super) async fn invoke(app: &Arc<App>, request: Request) -> Response {
+/// A path that an operator added: the route follows from its end, or from the body.
+pub(super) async fn generate_added(app: &Arc<App>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let call = Call::new(RouteLabel::Other, &parts, &app.sinks);
     let body = match app.read_body(&call, &parts, body).await {
@@ -96,10 +96,10 @@ pub(super) async fn invoke(app: &Arc<App>, request: Request) -> Response {
         Err(error) => return app.refuse(call, &error),
     };
     let route = if body.bytes.len() <= INLINE_BYTES_MAX {
-        openai::invoked_route(&body.bytes)
+        openai::added_route(parts.uri.path(), &body.bytes)
     } else {
-        let body = body.clone();
-        let read = blocking::run(move || openai::invoked_route(&body.bytes));
+        let (path, body) = (parts.uri.path().to_owned(), body.clone());
+        let read = blocking::run(move || openai::added_route(&path, &body.bytes));
         read.await.unwrap_or_default()
     };
     match route {
@@ -245,8 +245,8 @@ fn is_movable(path: &str) -> bool {
 }
 
 const fn is_pooling(route: openai::PromptRoute) -> bool {
-    use openai::PromptRoute::{Embeddings, Pooling};
-    matches!(route, Embeddings | Pooling)
+    use openai::PromptRoute::{Embed, Embeddings, Pooling};
+    matches!(route, Embeddings | Pooling | Embed)
 }
 
 impl App {

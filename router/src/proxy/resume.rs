@@ -77,7 +77,8 @@ impl ResumeRule {
             | PromptRoute::Messages
             | PromptRoute::Embeddings
             | PromptRoute::Pooling
-            | PromptRoute::TokenIds => false,
+            | PromptRoute::TokenIds
+            | PromptRoute::Embed => false,
         };
         let terms = applies.then(|| ResumeTerms::of(parsed, body, model_len));
         terms.flatten()

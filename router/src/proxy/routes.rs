@@ -231,11 +231,9 @@ async fn pass_added(app: State<Arc<App>>, request: Request) -> Response {
         Redirect::temporary(&target).into_response()
     } else if !is_plain_path(path) || !app.settings.current().adds_route(path) {
         unknown_path(&app, request)
-    } else if request.method() == Method::POST && path == "/invocations" {
-        generate::invoke(&app, request).await
-    } else if request.method() == Method::POST && path == openai::PromptRoute::TokenIds.path() {
-        generate::generate(&app, openai::PromptRoute::TokenIds, request).await
-    } else if [Method::GET, Method::POST].contains(request.method()) {
+    } else if request.method() == Method::POST {
+        generate::generate_added(&app, request).await
+    } else if request.method() == Method::GET {
         pass(app, request).await
     } else {
         wrong_method(app, request).await

@@ -9,6 +9,7 @@
 mod chat;
 mod completion;
 mod converted;
+mod embed;
 mod error;
 mod fields;
 mod form;
@@ -31,7 +32,7 @@ pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn,
 pub use prompt_slot::PromptSlot;
 pub use rendered::{RenderedPrompt, UnusableRendering, render_body, render_path};
 pub use request::{
-    OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, invoked_route, parse,
+    OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, added_route, parse,
     parse_admitted,
 };
 pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};

@@ -3,6 +3,8 @@
 
 use std::borrow::Cow;
 
+use serde_json::value::RawValue;
+
 use super::SpecialTokens;
 use super::completion::{self, CompletionParts, PromptList};
 use super::error::OpenAiError;
@@ -33,7 +35,8 @@ pub(super) fn parse<'b>(
 ) -> Result<ParsedRequest<'b>, OpenAiError> {
     let fields = BodyFields::read(body, FIELDS).map_err(|error| body_error(&error))?;
     let mut opaque = FirstOpaque::default();
-    let prompts = prompt(&fields, &mut opaque, admits);
+    let input = fields.raw("input").filter(|_| !fields.has("messages"));
+    let prompts = single_prompt(input, &mut opaque, admits);
     let truncate_prompt = opaque.readable(fields.integer("truncate_prompt_tokens"));
     let add = opaque.flag(&fields, "add_special_tokens");
     let padding = fields.raw("padding").map(|raw| raw.get());
@@ -63,12 +66,11 @@ pub(super) fn parse<'b>(
 }
 
 /// The prompt of a request that has a single one.
-fn prompt<'b>(
-    fields: &BodyFields<'b>,
+pub(super) fn single_prompt<'b>(
+    input: Option<&'b RawValue>,
     opaque: &mut FirstOpaque,
     admits: &mut dyn FnMut(usize) -> bool,
 ) -> Option<PromptList<'b>> {
-    let input = fields.raw("input").filter(|_| !fields.has("messages"));
     let Some(input) = input else {
         opaque.set(OpaqueReason::UnknownItem);
         return None;

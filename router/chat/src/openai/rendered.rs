@@ -39,7 +39,8 @@ pub const fn render_path(route: PromptRoute) -> Option<&'static str> {
         PromptRoute::Completions
         | PromptRoute::Embeddings
         | PromptRoute::Pooling
-        | PromptRoute::TokenIds => None,
+        | PromptRoute::TokenIds
+        | PromptRoute::Embed => None,
     }
 }
 

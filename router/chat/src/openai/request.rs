@@ -9,7 +9,7 @@ use super::completion::{self, CompletionParts};
 use super::converted::{self, ConvertedRoute};
 use super::error::OpenAiError;
 use super::fields::{BodyFields, UnreadableField, body_error};
-use super::{pooling, rewrite, token_ids};
+use super::{embed, pooling, rewrite, token_ids};
 
 /// The routes whose prompts are read. Others pass through untouched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +26,22 @@ pub enum PromptRoute {
     Pooling,
     /// vLLM's `/inference/v1/generate`.
     TokenIds,
+    /// Cohere's `/v2/embed`.
+    Embed,
 }
 
 impl PromptRoute {
+    const ALL: [Self; 8] = [
+        Self::ChatCompletions,
+        Self::Completions,
+        Self::Responses,
+        Self::Messages,
+        Self::Embeddings,
+        Self::Pooling,
+        Self::TokenIds,
+        Self::Embed,
+    ];
+
     /// The path that requests of the route have first of all.
     pub const fn path(self) -> &'static str {
         match self {
@@ -39,13 +52,23 @@ impl PromptRoute {
             Self::Embeddings => "/v1/embeddings",
             Self::Pooling => "/pooling",
             Self::TokenIds => "/inference/v1/generate",
+            Self::Embed => "/v2/embed",
         }
     }
 }
 
-/// The route by which vLLM serves a body that came to `/invocations`; `None` if the router knows no
-/// such one.
-pub fn invoked_route(body: &[u8]) -> Option<PromptRoute> {
+/// The route as which vLLM serves a body that came to a path which an operator added; `None` if the
+/// router knows no such one. A path names a route by its end, as behind a prefix; on `/invocations`
+/// the body's prompt does.
+pub fn added_route(path: &str, body: &[u8]) -> Option<PromptRoute> {
+    let mut routes = PromptRoute::ALL.into_iter();
+    match path {
+        "/invocations" => invoked_route(body),
+        _ => routes.find(|route| path.ends_with(route.path())),
+    }
+}
+
+fn invoked_route(body: &[u8]) -> Option<PromptRoute> {
     let fields = BodyFields::read(body, &["messages", "prompt", "input"]).ok()?;
     [
         ("messages", PromptRoute::ChatCompletions),
@@ -187,6 +210,7 @@ pub fn parse_admitted<'b>(
             return pooling::parse(route, body, admits);
         }
         PromptRoute::TokenIds => return token_ids::parse(body, admits),
+        PromptRoute::Embed => return embed::parse(body, admits),
     };
     let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
     let model = fields.text("model")?.filter(|model| !model.is_empty());

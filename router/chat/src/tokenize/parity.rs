@@ -257,7 +257,8 @@ impl ProbeDefinition {
                 | PromptRoute::Completions
                 | PromptRoute::Embeddings
                 | PromptRoute::Pooling
-                | PromptRoute::TokenIds => ProbePath::Tokenize,
+                | PromptRoute::TokenIds
+                | PromptRoute::Embed => ProbePath::Tokenize,
             },
             ours: encode(tokenizer, route, &body, now),
             body,

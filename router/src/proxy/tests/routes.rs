@@ -53,11 +53,11 @@ async fn listed_routes_reach_an_engine_and_no_others_do() {
 async fn an_operator_adds_routes() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
-    world.set("extra_routes = [\"/v1/voices\", \"/v1/batches/\", \"/v2/embed\"]");
+    world.set("extra_routes = [\"/v1/voices\", \"/v1/batches/\", \"/v2/voices\"]");
     for (method, path, status) in [
         (Method::GET, "/v1/voices", 200),
         (Method::POST, "/v1/batches/b1/cancel", 200),
-        (Method::POST, "/v2/embed", 200),
+        (Method::POST, "/v2/voices", 200),
         (Method::POST, "/v2/other", 404),
         (Method::DELETE, "/v1/voices", 405),
         (Method::GET, "/v1/voices/x", 404),
@@ -129,6 +129,48 @@ async fn prompts_of_other_routes_are_read() {
         assert_eq!(response.status(), 200, "{path}");
         assert_eq!(unhashed(reason), before + 1, "{path} {body}");
     }
+    world.until_quiet().await;
+}
+
+/// A path that an operator added is read as the route that it ends with. Others reach the engine
+/// unread.
+#[tokio::test]
+async fn prompts_of_added_routes_are_read() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world.set("extra_routes = [\"/v2/embed\", \"/custom\", \"/team/\"]");
+    let unhashed = |reason| {
+        let series = format!("unhashed_requests_total{{reason=\"{reason}\"}}");
+        world.metric(&series)
+    };
+    let ids: Vec<u32> = (0..40).collect();
+    for (path, body, reason) in [
+        ("/v2/embed", json!({"texts": ["a"]}), "no_tokenizer"),
+        ("/v2/embed", json!({"texts": ["a", "b"]}), "several_prompts"),
+        ("/team/v2/embed", json!({"texts": ["a"]}), "no_tokenizer"),
+        ("/team/pooling", json!({"messages": []}), "unknown_item"),
+        ("/team/embed", json!({"texts": ["a"]}), "other_route"),
+        ("/custom", json!({"prompt": ids}), "other_route"),
+        ("/custom", json!([1]), "other_route"),
+    ] {
+        let before = unhashed(reason);
+        let response = world.post(path, &body).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path} {body}");
+        let seen = engine.last();
+        assert_eq!((seen.path.as_str(), seen.body), (path, body.to_string()));
+        assert_eq!(unhashed(reason), before + 1, "{path} {body}");
+    }
+    let before = unhashed("no_tokenizer");
+    let body = json!({"prompt": ids});
+    let response = world
+        .post("/team/v1/completions", &body)
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(response.status(), 200);
+    assert_eq!(engine.last().path, "/team/v1/completions");
+    assert_eq!(unhashed("no_tokenizer"), before, "its tokens are known");
+    assert_eq!(unhashed("other_route"), 3);
     world.until_quiet().await;
 }
 
