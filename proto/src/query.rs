@@ -30,6 +30,8 @@ pub enum SourceState {
     Stale = 3,
     CatchingUp = 4,
     Unknown = 5,
+    /// The engine has no such tier: it holds nothing there. Not shown, and never of GPU memory.
+    Absent = 6,
 }
 
 impl SourceState {
@@ -38,10 +40,17 @@ impl SourceState {
     pub const fn gives_credit(self) -> bool {
         match self {
             Self::Exact | Self::Partial | Self::Unverified => true,
-            Self::Stale | Self::CatchingUp | Self::Unknown => false,
+            Self::Stale | Self::CatchingUp | Self::Unknown | Self::Absent => false,
         }
     }
 
+    /// For serializers that leave out what does not exist.
+    #[must_use]
+    pub const fn is_absent(&self) -> bool {
+        matches!(self, Self::Absent)
+    }
+
+    /// A tier that does not exist stays absent.
     #[must_use]
     pub fn weakest(self, other: Self) -> Self {
         self.max(other)
@@ -56,6 +65,7 @@ impl SourceState {
             Self::Stale => "stale",
             Self::CatchingUp => "catching_up",
             Self::Unknown => "unknown",
+            Self::Absent => "absent",
         }
     }
 }
@@ -68,6 +78,7 @@ impl From<TierState> for SourceState {
             TierState::Unverified => Self::Unverified,
             TierState::Stale => Self::Stale,
             TierState::CatchingUp => Self::CatchingUp,
+            TierState::Absent => Self::Absent,
         }
     }
 }

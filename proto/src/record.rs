@@ -67,9 +67,12 @@ pub enum TierState {
     Stale = 3,
     /// Further changes are in transit.
     CatchingUp = 4,
+    /// The engine has no such tier.
+    Absent = 5,
 }
 
 impl TierState {
+    /// A tier that does not exist stays absent.
     #[must_use]
     pub fn weakest(self, other: Self) -> Self {
         self.max(other)

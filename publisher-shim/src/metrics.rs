@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use warmroute_process::metrics::MetricOf::{Counter, Counters, Flag, Gauge, Gauges, Number};
 use warmroute_process::metrics::{MetricLabels, MetricRow, MetricsText};
-use warmroute_proto::{EngineHealth, Source, Tier};
+use warmroute_proto::{EngineHealth, Source, Tier, TierState};
 
 use crate::service::Handle;
 use crate::source::{CheckpointStatus, GenerationReason, SourceStatus};
@@ -73,7 +73,7 @@ const SOURCES: [MetricRow<SourceStatus>; 40] = [
     ("checkpoints_refused_total", "Checkpoints refused at start.",
      Counter(|s| checkpoint(s).refused)),
     ("resyncs_total", "Generations begun, by reason.", Counters("reason", reasons)),
-    ("state", "State by tier: 0 complete to 4 catching up.", Gauges("tier", states)),
+    ("state", "State by tier that exists: 0 complete to 4 catching up.", Gauges("tier", states)),
 ];
 
 #[rustfmt::skip]
@@ -95,8 +95,11 @@ fn reasons(status: &SourceStatus) -> Vec<(&'static str, u64)> {
 }
 
 fn states(status: &SourceStatus) -> Vec<(&'static str, u64)> {
-    let of = |tier: Tier| (tier.label(), *status.states.get(tier) as u64);
-    Tier::ALL.map(of).to_vec()
+    let states = Tier::ALL.map(|tier| (tier.label(), *status.states.get(tier)));
+    let exist = states
+        .iter()
+        .filter(|(_, state)| *state != TierState::Absent);
+    exist.map(|(tier, state)| (*tier, *state as u64)).collect()
 }
 
 /// An age; -1 without one.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::Serialize;
 use serde_json::{Value, json};
 use warmroute_proto::query::SourceState;
-use warmroute_proto::{Source, Tiers};
+use warmroute_proto::{Source, Tier, Tiers};
 
 use crate::clock::unix_time;
 use crate::route::{Decision, SourceId, Terms};
@@ -163,9 +163,11 @@ impl JournalEntry {
 }
 
 fn tiers(states: &Tiers<SourceState>) -> Value {
-    json!({
-        "gpu": states.gpu.label(), "cpu": states.cpu.label(), "disk": states.disk.label(),
-    })
+    let exist = Tier::ALL
+        .iter()
+        .filter(|tier| !states.get(**tier).is_absent());
+    let labels = exist.map(|tier| (tier.label().to_owned(), states.get(*tier).label().into()));
+    Value::Object(labels.collect())
 }
 
 fn by_cost(mut weighed: Vec<Terms>) -> Vec<Terms> {

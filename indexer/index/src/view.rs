@@ -46,7 +46,9 @@ pub struct SourceView {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct TierWords {
     pub gpu: SourceState,
+    #[serde(skip_serializing_if = "SourceState::is_absent")]
     pub cpu: SourceState,
+    #[serde(skip_serializing_if = "SourceState::is_absent")]
     pub disk: SourceState,
 }
 

@@ -56,7 +56,7 @@ fn judge_tiers(id: &str, source: &SourceView, findings: &mut Findings) {
         let state = *source.states.get(tier);
         let code = if state == SourceState::Unverified {
             Code::TierUnverified
-        } else if state.gives_credit() {
+        } else if state.gives_credit() || state.is_absent() {
             continue;
         } else {
             Code::TierUncredited
@@ -72,7 +72,7 @@ fn code(source: &SourceView) -> Option<Code> {
     let age = Duration::from_millis(source.state_age_ms);
     let lasts = age >= SETTLING;
     match source.states.gpu {
-        SourceState::Exact => None,
+        SourceState::Exact | SourceState::Absent => None,
         SourceState::Partial => Some(Code::SourcePartial),
         SourceState::Unverified => Some(Code::SourceUnverified),
         SourceState::Stale => lasts.then_some(Code::SourceStale),

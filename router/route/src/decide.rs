@@ -392,9 +392,10 @@ fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
     CreditClaim {
         source: candidate.id,
         state: states.gpu,
-        shows_all_tiers: Tier::ALL
-            .iter()
-            .all(|tier| *states.get(*tier) == SourceState::Exact),
+        shows_all_tiers: Tier::ALL.iter().all(|tier| {
+            let state = *states.get(*tier);
+            state == SourceState::Exact || state.is_absent()
+        }),
         standing,
         decided: input.now,
         generation: known.map(|known| known.generation),

@@ -11,11 +11,13 @@ const word = (state) => state.replaceAll("_", " ");
 
 const STATE_LEVEL = { exact: "good", partial: "good", unverified: "warn", stale: "warn" };
 const stateLevel = (state) => STATE_LEVEL[state] ?? "off";
-const STATE_ORDER = ["exact", "partial", "unverified", "stale", "catching_up", "unknown"];
+const STATE_ORDER = ["exact", "partial", "unverified", "stale", "catching_up", "unknown", "absent"];
+// A tier that the engine does not have.
+const shown = (state) => (state === "absent" ? dom.NONE : word(state));
 
 const tier = (name, label) => ({
   label,
-  text: (row) => (row.is_without_events ? "no events" : word(row.tiers?.[name] ?? "unknown")),
+  text: (row) => (row.is_without_events ? "no events" : shown(row.tiers?.[name] ?? "unknown")),
   sort: (row) => STATE_ORDER.indexOf(row.tiers?.[name] ?? "unknown"),
   level: (row) => stateLevel(row.tiers?.[name]),
 });

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::Response;
-use warmroute_proto::Tiers;
+use warmroute_proto::Tier;
 
 use super::App;
 use super::attempt::{EngineHead, Placement};
@@ -150,7 +150,9 @@ fn explain(app: &App, to: &mut HeaderMap, decision: &Decision, explanation: Expl
     to.insert(headers::BASIS, basis);
     let state = HeaderValue::from_static(decision.index_state.label());
     to.insert(headers::INDEX_STATE, state);
-    let Tiers { gpu, cpu, disk } = decision.tier_states.map(|state| state.label());
-    let tiers = format!("gpu={gpu}, cpu={cpu}, disk={disk}");
-    to.insert(headers::TIER_STATES, headers::text_value(&tiers));
+    let states = Tier::ALL.map(|tier| (tier, *decision.tier_states.get(tier)));
+    let exist = states.iter().filter(|(_, state)| !state.is_absent());
+    let tiers = exist.map(|(tier, state)| format!("{}={}", tier.label(), state.label()));
+    let tiers: Vec<String> = tiers.collect();
+    to.insert(headers::TIER_STATES, headers::text_value(&tiers.join(", ")));
 }

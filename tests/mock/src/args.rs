@@ -113,6 +113,9 @@ pub struct EventArgs {
     /// Events that a TensorRT-LLM server keeps for its reader.
     #[arg(long, default_value_t = 4096)]
     pub event_buffer: usize,
+    /// Show in the metrics whether there is a CPU tier, as vLLM from 0.11 on shows a KV connector.
+    #[arg(long)]
+    pub connector_metrics: bool,
     /// Report to clients that events are disabled.
     #[arg(long)]
     pub no_events: bool,

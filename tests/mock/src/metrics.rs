@@ -52,6 +52,16 @@ fn render(server: &Server) -> String {
     text.series(server, "prefix_cache_hits_total", "counter", |rank| {
         float(rank.totals().prefix_hits)
     });
+    if server.args.events.connector_metrics {
+        let name = "external_prefix_cache_queries_total";
+        match args.cpu_blocks {
+            0 => text.series(server, name, "counter", |_| 0.0),
+            _ => text.series(server, name, "counter", |rank| {
+                let totals = rank.totals();
+                float(totals.prefix_queries - totals.prefix_hits)
+            }),
+        }
+    }
     text.series(server, "num_preemptions_total", "counter", |rank| {
         float(rank.totals().preemptions)
     });

@@ -15,6 +15,7 @@ const CPU_BLOCKS: usize = 210;
 
 on_both_planes!(blocks_in_cpu_memory_are_credited_from_the_first_store);
 on_both_planes!(a_tier_without_credit_is_shown_and_named_once);
+on_both_planes!(a_tier_that_does_not_exist_is_not_shown);
 
 const fn engines(flags: &'static [&'static str]) -> Engines {
     Engines {
@@ -137,6 +138,39 @@ async fn a_tier_without_credit_is_shown_and_named_once(mode: Mode) {
         warning.contains(cause) && warning.contains("tier=cpu"),
         "{warning}"
     );
+}
+
+/// An engine whose metrics show that it has no KV connector, and one that has a CPU tier.
+async fn a_tier_that_does_not_exist_is_not_shown(mode: Mode) {
+    for (flags, lower, header) in [
+        (
+            &["--profile=instant", "--connector-metrics"][..],
+            json!({"gpu": "exact"}),
+            "gpu=exact",
+        ),
+        (
+            &[
+                "--profile=instant",
+                "--connector-metrics",
+                "--cpu-blocks=210",
+            ],
+            json!({"gpu": "exact", "cpu": "exact", "disk": "partial"}),
+            "gpu=exact, cpu=exact, disk=partial",
+        ),
+    ] {
+        let fleet = Fleet::start(mode, engines(flags), Flags::default()).await;
+        complete_all(&fleet).await;
+        fleet.until_indexed().await;
+        until_shown(&fleet, lower).await;
+        let served = loop {
+            let served = serve(&fleet, "/v1/completions", &prompt(0, BLOCKS)).await;
+            if !served.is_without_answer() {
+                break served;
+            }
+        };
+        assert_eq!(served.tier_states, header);
+        fleet.assert_indexed_is_true().await;
+    }
 }
 
 /// Warnings about the engine's tiers.

@@ -74,6 +74,7 @@ fn state(word: &str) -> TierState {
         "unverified" => TierState::Unverified,
         "stale" => TierState::Stale,
         "catching_up" => TierState::CatchingUp,
+        "absent" => TierState::Absent,
         other => panic!("{other} is no state"),
     }
 }

@@ -10,7 +10,7 @@
 //! not known to publish removals may hold less than it stored: `unverified`, in CPU memory until
 //! the first removal that names a KV group.
 //! An engine whose metrics show a KV connector may hold blocks in a lower tier of which no event
-//! came: `partial`. An engine that has none has no lower tiers: they are empty, and that is complete.
+//! came: `partial`. An engine that has none has no lower tiers: they are `absent`.
 //! An operator who knows better can declare it ([`Assumptions`]).
 
 use warmroute_proto::{Tier, TierState, Tiers};
@@ -288,6 +288,11 @@ impl Knowledge {
 
     pub(super) const fn doubt(&mut self, tier: Tier) {
         self.tiers.get_mut(tier).doubt = true;
+    }
+
+    /// The engine has no such tier.
+    pub(super) fn is_absent(&self, tier: Tier, connects: Option<bool>) -> bool {
+        tier != Tier::Gpu && connects == Some(false) && !self.tiers.get(tier).stored
     }
 
     /// Every store was counted.

@@ -247,8 +247,17 @@ impl Mirror {
     /// The states that the mirror supports, whatever the age of the source's proof.
     #[must_use]
     pub fn states(&self) -> TierStates {
-        let limits = self.limits();
-        let states = limits.map(|limit| limit.map_or(TierState::Complete, TierLimit::state));
+        let (limits, connects) = (self.limits(), self.config.connects);
+        let state = |tier| match limits.get(tier) {
+            Some(limit) => limit.state(),
+            None if self.knowledge.is_absent(tier, connects) => TierState::Absent,
+            None => TierState::Complete,
+        };
+        let states = Tiers {
+            gpu: state(Tier::Gpu),
+            cpu: state(Tier::Cpu),
+            disk: state(Tier::Disk),
+        };
         match self.lookup_doubt() {
             Some(_) => states.map(|state| state.weakest(TierState::Unverified)),
             None => states,

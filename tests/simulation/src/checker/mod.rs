@@ -137,9 +137,10 @@ impl Truth {
         let is_true = match claim.state {
             SourceState::Exact => claim.blocks == run,
             SourceState::Partial | SourceState::Unverified => claim.blocks <= run,
-            SourceState::Stale | SourceState::CatchingUp | SourceState::Unknown => {
-                claim.blocks == 0
-            }
+            SourceState::Stale
+            | SourceState::CatchingUp
+            | SourceState::Unknown
+            | SourceState::Absent => claim.blocks == 0,
         };
         if is_true {
             return Ok(());

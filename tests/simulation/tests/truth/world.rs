@@ -277,7 +277,7 @@ impl World {
             let (held, truth) = (of_tier(&claim.held), of_tier(&truth));
             let state = *claim.states.get(tier);
             let is_true = match state {
-                SourceState::Exact => held == truth,
+                SourceState::Exact | SourceState::Absent => held == truth,
                 SourceState::Partial | SourceState::Unverified => held.is_subset(&truth),
                 SourceState::Stale | SourceState::CatchingUp | SourceState::Unknown => continue,
             };

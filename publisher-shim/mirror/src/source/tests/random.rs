@@ -194,7 +194,10 @@ proptest! {
         match world.gpu() {
             TierState::Complete => prop_assert_eq!(held, truly),
             TierState::Partial => prop_assert!(held.is_subset(&truly)),
-            state @ (TierState::Unverified | TierState::Stale | TierState::CatchingUp) => {
+            state @ (TierState::Unverified
+            | TierState::Stale
+            | TierState::CatchingUp
+            | TierState::Absent) => {
                 prop_assert!(false, "no credit after healing: {:?}", state);
             }
         }
