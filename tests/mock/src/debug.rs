@@ -29,6 +29,8 @@ struct Fault {
     slowdown: Option<u32>,
     /// Clears the cache. From then on clears are not published, or are again.
     mute_clears: Option<bool>,
+    /// Events of the CPU tier are not published, or are again.
+    mute_cpu: Option<bool>,
     /// Publishes one message that no known vLLM sends.
     publish: Option<StrangeMessage>,
     /// What generating routes do wrong, on the whole server.
@@ -105,6 +107,7 @@ pub(crate) async fn fault(
                 faults.hang = fault.hang.unwrap_or(faults.hang);
                 faults.slowdown = fault.slowdown.unwrap_or(faults.slowdown);
                 faults.mute_clears = fault.mute_clears.unwrap_or(faults.mute_clears);
+                faults.mute_cpu = fault.mute_cpu.unwrap_or(faults.mute_cpu);
             });
             if let Some(message) = fault.publish {
                 rank.publish_strange(message);

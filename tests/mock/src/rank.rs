@@ -94,6 +94,8 @@ pub(crate) struct Faults {
     pub(crate) hang: bool,
     /// Clears its cache without publishing it.
     pub(crate) mute_clears: bool,
+    /// Events of the CPU tier are not published.
+    pub(crate) mute_cpu: bool,
     /// Factor of the time of every step.
     pub(crate) slowdown: u32,
 }
@@ -104,6 +106,7 @@ impl Default for Faults {
             drop_batches: 0,
             hang: false,
             mute_clears: false,
+            mute_cpu: false,
             slowdown: 1,
         }
     }
@@ -340,6 +343,9 @@ impl Rank {
                 .to_mut()
                 .retain(|event| !matches!(event, CacheEvent::Cleared));
         }
+        if state.faults.mute_cpu {
+            audible.to_mut().retain(|event| !is_of_cpu(event));
+        }
         let events = match &mut state.form {
             RankForm::Lmcache(chunks) => chunks.rewrite(&audible),
             RankForm::Trtllm(queue) => queue.one_level(&audible),
@@ -432,6 +438,14 @@ impl Rank {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+const fn is_of_cpu(event: &CacheEvent) -> bool {
+    match event {
+        CacheEvent::Stored(stored) => matches!(stored.medium, Medium::Cpu),
+        CacheEvent::Removed { medium, .. } => matches!(medium, Medium::Cpu),
+        CacheEvent::Cleared => false,
     }
 }
 

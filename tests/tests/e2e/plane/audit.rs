@@ -19,6 +19,10 @@ const LONG: Duration = Duration::from_secs(600);
 /// After so long a recheck that was not answered is forgotten, and another may follow.
 const ABANDONED: Duration = Duration::from_secs(40);
 
+/// Reports that are nearer to each other count as one, and what a request stored explains reports
+/// for two seconds.
+const SPACED: Duration = Duration::from_millis(2_200);
+
 async fn complete(fleet: &Fleet, body: &Value) -> Served {
     serve(fleet, "/v1/completions", body).await
 }
@@ -153,6 +157,71 @@ async fn an_index_that_credits_absent_blocks_is_distrusted_until_it_is_right() {
         (served.state.as_str(), served.overlap_blocks),
         ("exact", 10)
     );
+}
+
+/// A CPU tier whose events never come, of an engine whose metrics do not show it: the index is
+/// `exact` and misses what the engine has.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_index_that_misses_what_engines_have_is_doubted_and_reports_give_the_credit() {
+    const PROMPTS: u64 = 10;
+    const BLOCKS: u64 = 20;
+    let engines = Engines {
+        count: 1,
+        ranks: 1,
+        blocks: 64,
+        flags: &["--profile", "instant", "--cpu-blocks", "400"],
+    };
+    let mode = Mode::Nats {
+        indexers: 1,
+        routers: 1,
+    };
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
+    let fault = fleet.http.post(fleet.engine(0, "/debug/fault"));
+    let fault = fault.json(&json!({"mute_cpu": true})).send().await;
+    assert!(fault.unwrap().status().is_success());
+    let one = async |number: u64| {
+        let served = complete(&fleet, &prompt(number % PROMPTS, BLOCKS)).await;
+        fleet.until_indexed_as(&["exact"]).await;
+        served
+    };
+    for number in 0..PROMPTS {
+        one(number).await;
+    }
+    let mut requests = 0;
+    while fleet.metric("warmroute_router_credit_doubts").await < 1.0 {
+        assert!(requests < 100, "no doubt");
+        tokio::time::sleep(SPACED).await;
+        let served = one(requests).await;
+        assert_eq!(served.cached_tokens, BLOCKS * BLOCK);
+        assert!(served.state != "exact" || served.overlap_blocks == 0);
+        requests += 1;
+    }
+    println!("doubted after {requests} requests");
+    let logged = fleet.routers[0].logged();
+    let mut warnings = logged.lines().filter(|line| line.contains("WARN"));
+    let is_named = |line: &str| line.contains("worker-0") && line.contains("a KV connector");
+    assert!(warnings.any(is_named), "{logged}");
+    let is_shown = async |fleet: &Fleet| {
+        let page = fleet.get(fleet.admin(0, "/workers")).await;
+        let (_, found) = fleet.command("doctor", &["doctor"]).await;
+        let doubted = page["workers"][0]["doubted"].as_array();
+        doubted.is_some_and(|all| !all.is_empty()) && found.contains("credit_contradicted")
+    };
+    fleet.until("the doubt is shown", is_shown).await;
+    // What was reported before the doubt is not kept.
+    let (mut credited, mut rounds) = (0, 0);
+    while credited == 0 {
+        assert!(rounds < 20, "reports give no credit");
+        tokio::time::sleep(SPACED).await;
+        for number in 0..PROMPTS {
+            let served = one(number).await;
+            assert_ne!(served.state, "exact");
+            assert!(served.overlap_blocks <= BLOCKS);
+            credited += u64::from(served.basis == "reported" && served.overlap_blocks == BLOCKS);
+        }
+        rounds += 1;
+    }
+    println!("{credited} of {PROMPTS} were credited in round {rounds}");
 }
 
 const ENGINES: Engines = Engines {
