@@ -26,6 +26,9 @@ use crate::wire::{self, Batch, NotUnderstood};
 const POLL_EVERY: Duration = Duration::from_secs(1);
 /// Silence within a replay after which it has failed.
 const REPLAY_PATIENCE: Duration = Duration::from_millis(1500);
+
+/// Consecutive replays without an answer that are worth a warning: an engine that restarts misses one.
+const UNANSWERED_MIN: u32 = 3;
 /// Replays in all that try to fill a hole.
 const HOLE_TRIES_MAX: u32 = 3;
 
@@ -116,6 +119,8 @@ pub(super) struct EngineFollower {
     resume_from: EngineSeq,
     replay: Option<Replay>,
     replays: u64,
+    /// Consecutive replays without an answer.
+    unanswered: u32,
     tries: u32,
     next_replay: Option<Instant>,
     buffer: VecDeque<BufferedBatch>,
@@ -140,6 +145,7 @@ impl EngineFollower {
             resume_from: EngineSeq(0),
             replay: None,
             replays: 0,
+            unanswered: 0,
             tries: 0,
             next_replay: None,
             buffer: VecDeque::new(),
@@ -323,6 +329,7 @@ impl SourceCore {
         };
         replay.deadline = now + REPLAY_PATIENCE;
         replay.has_answers = true;
+        self.engine.unanswered = 0;
         self.engine.has_published = true;
         self.engine.replay = Some(replay);
         if replay.behind_hole.is_none() {
@@ -336,6 +343,7 @@ impl SourceCore {
         let Some(replay) = self.engine.replay.take_if(|replay| replay.id == id) else {
             return;
         };
+        self.engine.unanswered = 0;
         if let Some(behind) = replay.behind_hole {
             self.hole(now, replay, behind);
         } else if replay.is_same_life {
@@ -363,7 +371,13 @@ impl SourceCore {
                 self.engine.is_unproven = false;
                 self.apply_buffered(now);
             }
-            None => self.counters.replays_unanswered += 1,
+            None => {
+                self.counters.replays_unanswered += 1;
+                self.engine.unanswered = self.engine.unanswered.saturating_add(1);
+                if self.engine.unanswered >= UNANSWERED_MIN {
+                    self.warn(now, EngineWarning::NoReplay);
+                }
+            }
         }
         self.settle(now);
     }

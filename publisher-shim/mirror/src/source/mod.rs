@@ -168,6 +168,7 @@ pub enum EngineWarning {
     NotUnderstood(NotUnderstood),
     Inconsistent(Inconsistency),
     NoSequence,
+    NoReplay,
 }
 
 impl fmt::Display for EngineWarning {
@@ -176,6 +177,10 @@ impl fmt::Display for EngineWarning {
             Self::NotUnderstood(part) => write!(f, "sent an unknown {part}"),
             Self::Inconsistent(inconsistency) => f.write_str(inconsistency.cause()),
             Self::NoSequence => f.write_str("sent a message without a sequence number"),
+            Self::NoReplay => f.write_str(
+                "answers no replay, so that its losses cannot be seen: compare --kv-replay-endpoint \
+                 with the replay_endpoint of its --kv-events-config",
+            ),
         }
     }
 }

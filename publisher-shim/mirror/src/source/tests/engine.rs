@@ -813,3 +813,20 @@ fn the_limit_of_a_tier_is_reported_once_and_leaves_the_others_alone() {
     let limits: Vec<_> = limits.collect();
     assert_eq!(limits, [(Tier::Cpu, TierLimit::NoRemovals)]);
 }
+
+/// As with a wrong replay endpoint. An engine that restarts misses one replay, and is not warned of.
+#[test]
+fn replays_without_answers_are_warned_of() {
+    let mut world = World::started(true);
+    world.engine_answers = false;
+    world.publish_lost(&[store(None, &[1])]);
+    world.publish(&[]);
+    let warned = |world: &World| {
+        let warning = Notice::Warning(EngineWarning::NoReplay);
+        world.notices.contains(&warning)
+    };
+    world.tick_ms(2_000);
+    assert!(!warned(&world));
+    world.tick_ms(10_000);
+    assert!(warned(&world));
+}
