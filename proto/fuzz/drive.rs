@@ -8,7 +8,7 @@ use warmroute_proto::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, Regi
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
     DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, RouterDoubts,
-    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{
     DeepHolderQuery, HolderAnswer, HolderQuery, RosterPage, RosterPageRequest,
@@ -64,6 +64,7 @@ pub(crate) fn messages(data: &[u8]) -> usize {
         canonical::<RouterFacts>(data),
         canonical::<RouterRefusals>(data),
         canonical::<RouterDoubts>(data),
+        canonical::<RouterMisses>(data),
         canonical::<RosterPageRequest>(data),
         canonical::<RosterPage>(data),
         canonical::<HolderQuery>(data),

@@ -21,7 +21,7 @@ use crate::peers::{PeerBeacon, RegistryPage, RegistryPageRequest, RegistryWrite}
 use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
     DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest,
-    RouterDoubts, RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterDoubts, RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use crate::roster::{DeepHolderQuery, HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
@@ -127,6 +127,7 @@ kinds! {
     RegistryPage = 40,
     RouterDoubts = 42,
     DeepHolderQuery = 44,
+    RouterMisses = 45,
 }
 
 #[derive(Debug, thiserror::Error)]

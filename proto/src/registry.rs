@@ -168,6 +168,34 @@ pub struct CreditDoubt {
     pub likely_cause: String,
 }
 
+/// The workers that a router misses, for operators' tools. It expires with its router, and there is
+/// none while no worker is missed.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct RouterMisses {
+    pub router: RouterId,
+    /// The first [`FACTS_SHOWN_MAX`] registered workers that do not answer this router.
+    pub unreachable: Vec<UnreachableWorker>,
+    /// The first [`FACTS_SHOWN_MAX`] workers that are gone: their registration expired, neither a
+    /// deregistration nor a drain came before, and their engine does not answer.
+    pub lost: Vec<LostWorker>,
+}
+
+/// A registered worker whose engine does not answer a router.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct UnreachableWorker {
+    pub worker: WorkerId,
+    pub url: String,
+    pub why: String,
+}
+
+/// A worker that is gone without a sign.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct LostWorker {
+    pub worker: WorkerId,
+    /// Since its last registration.
+    pub silent_secs: u32,
+}
+
 /// A model whose prompts in text a router cannot hash.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ModelProblem {

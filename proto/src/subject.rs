@@ -15,6 +15,7 @@ const DEMOTED: &str = "demoted";
 const FACTS: &str = "facts";
 const REFUSED: &str = "refused";
 const DOUBTED: &str = "doubted";
+const MISSED: &str = "missed";
 const CORE: &str = "core";
 const PUT: &str = "core.put";
 
@@ -74,6 +75,12 @@ impl Subjects {
         Self {
             prefix: format!("{ROOT}.{}", encode_name(namespace.as_str())),
         }
+    }
+
+    /// The namespace's token.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        self.prefix.get(ROOT.len() + 1..).unwrap_or_default()
     }
 
     /// Log: the records of one source.
@@ -215,6 +222,18 @@ impl Subjects {
     #[must_use]
     pub fn key_doubts(&self, key: &str) -> Option<RouterId> {
         self.key_router(key.strip_suffix(DOUBTED)?.strip_suffix('.')?)
+    }
+
+    /// Registry: the workers that a router misses. Below the router's own key.
+    #[must_use]
+    pub fn misses_key(&self, router: RouterId) -> String {
+        format!("{}.{MISSED}", self.router_key(router))
+    }
+
+    /// The router whose missed workers this key has.
+    #[must_use]
+    pub fn key_misses(&self, key: &str) -> Option<RouterId> {
+        self.key_router(key.strip_suffix(MISSED)?.strip_suffix('.')?)
     }
 
     /// Registry: the prefix of all keys.

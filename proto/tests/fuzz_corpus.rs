@@ -53,7 +53,7 @@ proptest! {
     #[test]
     fn decoding_is_total_and_canonical(
         mut bytes in prop::collection::vec(any::<u8>(), 0..200),
-        kind in 0u8..45,
+        kind in 0u8..46,
     ) {
         if let [first, second, ..] = bytes.as_mut_slice() {
             *first = VERSION;

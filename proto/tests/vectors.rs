@@ -31,8 +31,9 @@ use warmroute_proto::query::{
 };
 use warmroute_proto::registry::{
     CreditDoubt, DemotedSource, DemotionEntry, DrainEntry, DrainState, DrainUntil, FailedCheck,
-    GenerationEntry, IndexerEntry, Lora, ModelProblem, ResyncReason, ResyncRequest, RouterDoubts,
-    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    GenerationEntry, IndexerEntry, Lora, LostWorker, ModelProblem, ResyncReason, ResyncRequest,
+    RouterDoubts, RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease,
+    UnreachableWorker, WorkerEntry,
 };
 use warmroute_proto::roster::{
     BlocksBefore, DeepHolderQuery, HolderAnswer, HolderDetail, HolderGroup, HolderPart,
@@ -625,6 +626,21 @@ fn golden_samples_of_routers() {
             }],
         },
     );
+    golden(
+        "router_misses",
+        &RouterMisses {
+            router: RouterId(*b"0123456789abcdef"),
+            unreachable: vec![UnreachableWorker {
+                worker: WorkerId::from("w.1"),
+                url: "http://10.0.0.1:8000".to_owned(),
+                why: "refused".to_owned(),
+            }],
+            lost: vec![LostWorker {
+                worker: WorkerId::from("w.2"),
+                silent_secs: 40,
+            }],
+        },
+    );
 }
 
 #[test]
@@ -789,7 +805,7 @@ fn every_kind_has_a_golden_sample() {
             codec::kind(&sample(name.unwrap())).unwrap()
         })
         .collect();
-    let present = (1..=DeepHolderQuery::KIND).filter(|kind| !ABSENT_KINDS.contains(kind));
+    let present = (1..=RouterMisses::KIND).filter(|kind| !ABSENT_KINDS.contains(kind));
     assert!(kinds.into_iter().eq(present), "a kind without a sample");
 }
 

@@ -361,10 +361,12 @@ impl NatsCore {
     /// Returns once all messages sent before have reached the server.
     pub(super) async fn round_trip(&self) -> Result<(), PlaneError> {
         match self.round_trip {
-            RoundTrip::Stream => {
-                self.stream_info(&self.layout.log()).await?;
-                Ok(())
-            }
+            RoundTrip::Stream => match self.stream_info(&self.layout.log()).await {
+                Ok(_) => Ok(()),
+                // An answer, too.
+                Err(JetStreamError::Server(fault)) if fault.is_stream_missing() => Ok(()),
+                Err(error) => Err(error.into()),
+            },
             RoundTrip::Ping => {
                 let ping = OutgoingMessage::new(self.layout.ping(), Bytes::new());
                 self.ask(ping, ANSWER_TIMEOUT).await?.arrival().await?;

@@ -7,7 +7,7 @@ use async_nats::jetstream::stream::Info;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::config::{InitConfig, NatsError, SetupDifference};
+use super::config::{InitConfig, SetupDifference};
 use super::core::{JetStreamError, NatsCore};
 use super::layout::{self, Sizes};
 use super::setup;
@@ -26,6 +26,8 @@ pub struct NamespaceSetup {
     pub resized: Vec<SetupDifference>,
     /// The streams that exist.
     pub streams: Vec<StreamUsage>,
+    /// Streams whose set-up could not be read, and why.
+    pub unread: Vec<String>,
 }
 
 /// Offset of the server's clock to this machine's.
@@ -57,15 +59,14 @@ pub struct StreamUsage {
     pub age_max: Option<Duration>,
     /// When the oldest message was stored; `None` without messages.
     pub oldest_unix_ns: Option<u64>,
+    /// Time since the newest message was stored; `None` without messages.
+    pub written_ago: Option<Duration>,
     pub replicas: usize,
     /// Servers whose copy is missing or behind.
     pub copies_away: Vec<String>,
 }
 
-pub(super) async fn inspect(
-    core: &NatsCore,
-    unix_ns: fn() -> u64,
-) -> Result<NamespaceSetup, NatsError> {
+pub(super) async fn inspect(core: &NatsCore, unix_ns: fn() -> u64) -> NamespaceSetup {
     let mut setup = NamespaceSetup {
         server_version: core.client.server_info().version,
         clock: clock(core, unix_ns).await,
@@ -75,21 +76,33 @@ pub(super) async fn inspect(
     let roles = [StreamRole::Log, StreamRole::Registry, StreamRole::Snapshots];
     let wanted = core.layout.wanted(&InitConfig::default(), 0);
     for (role, wanted) in roles.into_iter().zip(wanted) {
-        let Some(info) = setup::find(core, &wanted.name).await? else {
-            setup.differences.push(layout::missing(&wanted.name));
-            continue;
+        let info = match setup::find(core, &wanted.name).await {
+            Ok(Some(info)) => info,
+            Ok(None) => {
+                setup.differences.push(layout::missing(&wanted.name));
+                continue;
+            }
+            Err(error) => {
+                setup.unread.push(format!("{}: {error}", wanted.name));
+                continue;
+            }
         };
         let differences = layout::stream_differences(&info.config, &wanted, Sizes::Bounded);
         setup.differences.extend(differences);
         setup.resized.extend(layout::resized(&info.config));
-        setup.streams.push(used(role, &info));
+        let ahead_ms = setup.clock.map_or(0, |clock| clock.ahead_ms);
+        let now = unix_ns().saturating_add_signed(ahead_ms.saturating_mul(1_000_000));
+        setup.streams.push(used(role, &info, now));
     }
-    Ok(setup)
+    setup
 }
 
-fn used(role: StreamRole, info: &Info) -> StreamUsage {
+/// `now`: the server's clock.
+fn used(role: StreamRole, info: &Info, now: u64) -> StreamUsage {
     let (config, state) = (&info.config, &info.state);
     let oldest = u64::try_from(state.first_timestamp.unix_timestamp_nanos()).ok();
+    let newest = u64::try_from(state.last_timestamp.unix_timestamp_nanos()).ok();
+    let newest = newest.filter(|_| state.messages > 0);
     let copies = info.cluster.iter().flat_map(|cluster| &cluster.replicas);
     StreamUsage {
         role,
@@ -99,6 +112,7 @@ fn used(role: StreamRole, info: &Info) -> StreamUsage {
         bytes_max: u64::try_from(config.max_bytes).ok().filter(|&max| max > 0),
         age_max: Some(config.max_age).filter(|age| !age.is_zero()),
         oldest_unix_ns: oldest.filter(|_| state.messages > 0),
+        written_ago: newest.map(|newest| Duration::from_nanos(now.saturating_sub(newest))),
         replicas: config.num_replicas,
         copies_away: copies
             .filter(|copy| copy.offline || !copy.current)
