@@ -235,12 +235,19 @@ fn metrics_text(admin: &Admin, sync: Option<&ReplicaStatus>) -> anyhow::Result<V
     let workers = admin.app.fleet.snapshot();
     let workers: Vec<_> = workers.iter().map(|worker| status(worker, admin)).collect();
     let catalog = admin.app.fleet.catalog();
+    let lost = admin.app.fleet.lost().into_iter();
+    let lost: Vec<_> = lost.map(|(worker, _)| worker).collect();
     let own = admin.app.metrics.render(&Scraped {
         loads: &loads,
         workers: &workers,
         series: &catalog.series,
         core: &counts,
         demoted: &demoted,
+        lost: &lost,
+        namespace: match &admin.workers {
+            Some(_) => None,
+            None => Some(admin.registry.subjects.namespace()),
+        },
         sync,
         queues: &admin.app.admission.statuses(),
         tokenizers: &admin.app.tokenizers.current(),

@@ -11,6 +11,7 @@ mod drain_table;
 mod engine_load;
 mod engine_metrics;
 pub mod health;
+mod lost_workers;
 mod members;
 mod models;
 mod probe;
@@ -141,6 +142,11 @@ impl Fleet {
     pub fn is_registered(&self, worker: &WorkerId) -> bool {
         let state = self.state();
         state.get(worker).is_some_and(|worker| worker.registered)
+    }
+
+    /// The workers that are gone without a sign, with the time since their last registration.
+    pub(crate) fn lost(&self) -> Vec<(WorkerId, Duration)> {
+        self.state().lost.at(Instant::now().into_std())
     }
 
     pub(crate) fn contains(&self, worker: &WorkerId) -> bool {

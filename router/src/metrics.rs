@@ -435,6 +435,8 @@ impl Metrics {
             queues: &[],
             tokenizers: &TokenizerTable::default(),
             retries_left: 0,
+            lost: &[],
+            namespace: None,
             leaving: false,
         };
         let text = self.render(&scraped).unwrap();
@@ -447,7 +449,7 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     use warmroute_proto::registry::DemotedSource;
-    use warmroute_proto::{DpRank, Generation, Source};
+    use warmroute_proto::{DpRank, Generation, Source, WorkerId};
 
     use super::*;
     use crate::route::{CoreCounts, SourceLoad};
@@ -503,6 +505,8 @@ mod tests {
             queues: &[],
             tokenizers: &TokenizerTable::default(),
             retries_left: 0,
+            lost: &[],
+            namespace: None,
             leaving: false,
         };
         let shown = Scraped {
@@ -513,6 +517,7 @@ mod tests {
         };
         let text = metrics.render(&shown).unwrap();
         for line in [
+            lost: &[WorkerId::from("w9")],
             "worker_healthy{worker=\"w1\"} 1",
             "worker_check_failed{check=\"chat\",worker=\"w1\"} 1",
             "worker_check_passed{check=\"chat\",worker=\"w1\"} 0",
@@ -522,6 +527,7 @@ mod tests {
             "source_demoted{dp_rank=\"1\",worker=\"w1\"} 1",
             "model_requests_total{code=\"200\",model=\"m\",outcome=\"ok\",worker=\"w1\"} 1",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.005\"} 0",
+            "worker_lost{worker=\"w9\"} 1",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.01\"} 1",
             "model_ttft_seconds_count{model=\"m\",worker=\"w1\"} 1",
         ] {

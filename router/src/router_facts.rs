@@ -10,8 +10,8 @@ use warmroute_plane::{Plane, PlaneError, PutIf};
 use warmroute_process::nats::Nats;
 use warmroute_proto::codec::{self, Message};
 use warmroute_proto::registry::{
-    CreditDoubt, FACTS_SHOWN_MAX, FailedCheck, ModelProblem, RouterDoubts, RouterFacts,
-    RouterRefusals,
+    CreditDoubt, FACTS_SHOWN_MAX, FailedCheck, LostWorker, ModelProblem, RouterDoubts, RouterFacts,
+    RouterMisses, RouterRefusals, UnreachableWorker,
 };
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, RouterId};
@@ -19,6 +19,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::clock::unix_time;
 use crate::config::Config;
+use crate::fleet::health::WorkerHealth;
 use crate::fleet::{CheckResult, Fleet, FleetWorker, RENDERED_CHAT};
 use crate::route::Knobs;
 use crate::settings::{LiveSettings, MultimodalRule, Settings};
@@ -87,6 +88,10 @@ impl FactsWriter {
             let key = self.subjects.doubts_key(self.router);
             self.put(key, &doubts).await?;
         }
+        if let Some(misses) = misses(self.router, &self.fleet) {
+            let key = self.subjects.misses_key(self.router);
+            self.put(key, &misses).await?;
+        }
         let refused = self.nats.as_ref().map(Nats::refused_permissions);
         let Some(refused) = refused.filter(|refused| !refused.is_empty()) else {
             return Ok(());
@@ -147,6 +152,31 @@ impl FactsWriter {
     }
 }
 
+/// The workers that this router misses, if any.
+fn misses(router: RouterId, fleet: &Fleet) -> Option<RouterMisses> {
+    let silent =
+        |worker: &&FleetWorker| worker.registered && worker.health == WorkerHealth::Unhealthy;
+    let workers = fleet.snapshot();
+    let unreachable = workers
+        .iter()
+        .filter(silent)
+        .map(|worker| UnreachableWorker {
+            worker: worker.entry.worker.clone(),
+            url: shortened(&worker.entry.url),
+            why: shortened(&worker.why_unhealthy()),
+        });
+    let lost = fleet.lost().into_iter().map(|(worker, silent)| LostWorker {
+        worker,
+        silent_secs: u32::try_from(silent.as_secs()).unwrap_or(u32::MAX),
+    });
+    let misses = RouterMisses {
+        router,
+        unreachable: unreachable.take(FACTS_SHOWN_MAX).collect(),
+        lost: lost.take(FACTS_SHOWN_MAX).collect(),
+    };
+    (!misses.unreachable.is_empty() || !misses.lost.is_empty()).then_some(misses)
+}
+
 /// Digest of what routers of one fleet must have in common. Shared settings count only if they are
 /// not the defaults: a setting that another version lacks then makes no difference until it is used.
 fn settings_digest(knobs: &Knobs, block_size: Option<BlockSize>, settings: &Settings) -> u64 {
@@ -201,6 +231,7 @@ fn shortened(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fleet::health::Observation;
     use crate::shared_core::SharedCore;
     use crate::testing;
 
@@ -255,6 +286,23 @@ mod tests {
         };
         assert_eq!(faults(MultimodalRule::Load), [""; 0]);
         assert_eq!(faults(MultimodalRule::Render), [RENDERED_CHAT]);
+    }
+
+    #[test]
+    fn a_registered_worker_that_does_not_answer_is_missed() {
+        let core = testing::core(testing::ROUTER, Knobs::default());
+        let fleet = Fleet::new(SharedCore::new(core), None);
+        fleet.register(testing::worker_entry("w", 16));
+        assert_eq!(misses(testing::ROUTER, &fleet), None, "not probed yet");
+        fleet.observe(&"w".into(), "http://w:1", Observation::ConnectRefused);
+        let found = misses(testing::ROUTER, &fleet).unwrap();
+        assert_eq!(found.lost, []);
+        let [worker] = &found.unreachable[..] else {
+            panic!("{found:?}");
+        };
+        assert_eq!(worker.why, "nothing listens there");
+        fleet.observe(&"w".into(), "http://w:1", Observation::ProbePassed);
+        assert_eq!(misses(testing::ROUTER, &fleet), None);
     }
 
     #[test]

@@ -25,6 +25,20 @@ pub enum Observation {
     ConnectRefused,
 }
 
+impl Observation {
+    /// What was seen, for operators.
+    #[must_use]
+    pub const fn words(self) -> &'static str {
+        match self {
+            Self::ProbePassed | Self::PassedWithoutSleep => "it answers",
+            Self::Asleep => "its model sleeps",
+            Self::ProbeFailed => "GET /health gives no success within 5 s",
+            Self::OtherEngine => "an engine with other models answers there",
+            Self::ConnectRefused => "nothing listens there",
+        }
+    }
+}
+
 /// A worker's health.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerHealth {

@@ -182,7 +182,8 @@ impl FleetRegistry {
             },
             RegistryEvent::Gone { key } => {
                 if let Some(worker) = self.subjects.key_worker(&key) {
-                    self.fleet.update(|state| state.deregister(&worker));
+                    let now = Instant::now().into_std();
+                    self.fleet.update(|state| state.deregister(&worker, now));
                 }
             }
             RegistryEvent::Current => self.ready.registry_read(),
@@ -297,7 +298,7 @@ impl FleetRegistry {
             if drain == before {
                 return FleetChange::None;
             }
-            tracing::info!(%worker, ?drain, "worker drain changed");
+            tracing::info!(%worker, drain = drain.label(), "worker drain changed");
             FleetChange::Published
         });
     }

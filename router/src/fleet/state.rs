@@ -17,6 +17,7 @@ use super::checks::{CheckResult, RegistrationChecks};
 use super::drain_table::DrainTable;
 use super::engine_load::LoadTarget;
 use super::health::{HealthChange, Observation, WorkerHealth};
+use super::lost_workers::{self, LostWorkers};
 use super::members::FleetMembers;
 use crate::openai::PromptRoute;
 
@@ -30,7 +31,13 @@ pub(crate) struct FleetWorker {
     pub entry: WorkerEntry,
     /// The registry has it.
     pub registered: bool,
+    /// When its registration was written last.
+    renewed: Instant,
+    /// Its registration ended by expiry.
+    expired: bool,
     pub health: WorkerHealth,
+    /// What its last failed probe found, until one passes.
+    pub failure: Option<Observation>,
     /// Why TLS with it failed, until a probe passes.
     pub tls_error: Option<String>,
     /// Why its load is not read, if the settings ask for it.
@@ -82,6 +89,7 @@ pub(crate) struct FleetState {
     pub drains: DrainTable,
     /// The workers whose registration counts.
     pub members: FleetMembers,
+    pub lost: LostWorkers,
 }
 
 impl FleetState {
@@ -91,13 +99,17 @@ impl FleetState {
         if !self.members.contains(&worker) {
             return FleetChange::None;
         }
+        self.lost.found(&worker);
+        if let Some(known) = self.workers.get_mut(&worker) {
+            known.renewed = now;
+        }
         match self.workers.get_mut(&worker) {
             // A renewed lease.
             Some(known) if known.entry == entry && known.registered => return FleetChange::None,
             Some(known) if known.entry == entry => known.registered = true,
             // Checks are of base models: they hold.
             Some(known) if known.entry == with_loras(&entry, &known.entry.loras) => {
-                tracing::info!(%worker, loras = ?entry.loras, "the worker's adapters changed");
+                tracing::info!(%worker, adapters = entry.loras.len(), "the worker's adapters changed");
                 known.entry = entry;
                 known.registered = true;
             }
@@ -125,11 +137,12 @@ impl FleetState {
     }
 
     /// The registry no longer has this worker.
-    pub(crate) fn deregister(&mut self, worker: &WorkerId) -> FleetChange {
+    pub(crate) fn deregister(&mut self, worker: &WorkerId, now: Instant) -> FleetChange {
         let Some(known) = self.workers.get_mut(worker) else {
             return FleetChange::None;
         };
         known.registered = false;
+        known.expired = lost_workers::is_expiry(known.renewed, now);
         tracing::info!(%worker, "worker left the registry, kept while it answers");
         self.displace()
     }
@@ -153,6 +166,9 @@ impl FleetState {
         if answers.contains(&observation) {
             known.last_answer = now;
             known.tls_error = None;
+            known.failure = None;
+        } else {
+            known.failure = Some(observation);
         }
         match observation {
             Observation::PassedWithoutSleep => known.sleep.is_absent = true,
@@ -175,11 +191,21 @@ impl FleetState {
             }
             HealthChange::Down => {
                 known.sleep = SleepRoutes::default();
-                tracing::warn!(%worker, ?observation, "worker is unhealthy, not used");
+                let why = known.why_unhealthy();
+                tracing::warn!(%worker, url, why, "worker is unhealthy, not used");
             }
             HealthChange::None if known.is_forgotten(now) => {
-                tracing::info!(%worker, "worker forgotten");
+                let (expired, renewed) = (known.expired, known.renewed);
                 self.workers.remove(worker);
+                if expired && self.drain(worker) == DrainState::Serving {
+                    tracing::warn!(
+                        %worker, url,
+                        "worker is lost: its registration expired and its engine does not answer"
+                    );
+                    self.lost.add(worker.clone(), renewed, now);
+                } else {
+                    tracing::info!(%worker, "worker forgotten");
+                }
             }
             HealthChange::None => return FleetChange::None,
         }
@@ -484,7 +510,10 @@ impl FleetWorker {
         Self {
             entry,
             registered: true,
+            renewed: now,
+            expired: false,
             health: WorkerHealth::default(),
+            failure: None,
             tls_error: None,
             load_error: None,
             breaker: Breaker::default(),
@@ -509,6 +538,15 @@ impl FleetWorker {
             && !self.breaker.passes_over()
             && serves_it
             && check.is_some_and(CheckResult::passed)
+    }
+
+    /// Why it gets no requests, in words.
+    pub(crate) fn why_unhealthy(&self) -> String {
+        match (&self.tls_error, self.failure) {
+            (Some(why), _) => format!("TLS: {why}"),
+            (None, Some(failure)) => failure.words().to_owned(),
+            (None, None) => String::new(),
+        }
     }
 
     /// The model is one of its base models or adapters.

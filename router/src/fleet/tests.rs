@@ -82,7 +82,8 @@ fn observe_at(fleet: &Fleet, url: &str, observation: Observation, now: std::time
 }
 
 fn deregister(fleet: &Fleet, worker: &str) {
-    fleet.update(|state| state.deregister(&worker.into()));
+    let now = Instant::now().into_std();
+    fleet.update(|state| state.deregister(&worker.into(), now));
 }
 
 fn drain(fleet: &Fleet, drain: DrainState) {
@@ -115,6 +116,39 @@ fn an_expired_registration_removes_no_worker_that_answers() {
     observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
     assert_eq!(candidates(&fleet), Err(RouteRefusal::NoWorkers));
     assert!(fleet.snapshot().is_empty());
+}
+
+/// A crashed node: neither a deregistration nor a drain came, and the engine is silent.
+#[test]
+fn a_worker_whose_registration_expired_is_lost_once_its_engine_is_silent_too() {
+    let lost_after = |held: Duration, is_drained: bool| {
+        let fleet = fleet();
+        fleet.register(entry("w", 16));
+        observe(&fleet, "w", Observation::ProbePassed);
+        if is_drained {
+            drain(&fleet, DrainState::Draining);
+        }
+        let end = Instant::now().into_std() + held;
+        fleet.update(|state| state.deregister(&"w".into(), end));
+        observe(&fleet, "w", Observation::ConnectRefused);
+        assert_eq!(fleet.lost(), [], "it may come back");
+        let later = end + FORGET_AFTER * 2;
+        observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
+        let lost = fleet.lost().into_iter().map(|(worker, _)| worker);
+        (fleet, lost.collect::<Vec<_>>())
+    };
+    let (fleet, lost) = lost_after(Duration::from_secs(6), false);
+    assert_eq!(lost, [WorkerId::from("w")]);
+    fleet.register(entry("w", 16));
+    assert_eq!(fleet.lost(), [], "it is back");
+    assert!(
+        lost_after(Duration::from_secs(1), false).1.is_empty(),
+        "deregistered"
+    );
+    assert!(
+        lost_after(Duration::from_secs(6), true).1.is_empty(),
+        "drained"
+    );
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use warmroute_process::metrics::MetricOf::{Age, Counter, Counters, Flag, Gauge};
 use warmroute_process::metrics::{MetricKind, MetricLabels, MetricRow, MetricsText};
+use warmroute_proto::WorkerId;
 use warmroute_proto::registry::DemotedSource;
 
 use super::served::{ModelSeries, ModelTotals, SecondsHistogram, SeriesTable, WorkerSeries};
@@ -197,6 +198,10 @@ pub(crate) struct Scraped<'a> {
     pub core: &'a CoreCounts,
     pub demoted: &'a [DemotedSource],
     /// `None` while the replica does not run.
+    /// Workers that are gone without a sign.
+    pub lost: &'a [WorkerId],
+    /// That of the routers which share a plane; `None` without NATS.
+    pub namespace: Option<&'a str>,
     pub sync: Option<&'a ReplicaStatus>,
     pub queues: &'a [QueueStatus],
     pub tokenizers: &'a TokenizerTable,
@@ -286,7 +291,20 @@ impl Page {
         self.0.rows(&CORE, scraped.core);
         self.demoted(scraped.demoted);
         if let Some(sync) = scraped.sync {
-            self.0.rows(&SYNC, sync);
+            // An alert compares the routers of a namespace, and Prometheus may scrape several.
+            let of = scraped.namespace;
+            let of = of.map_or_else(MetricLabels::default, |of| {
+                MetricLabels::new(&[("warmroute_namespace", &of)])
+            });
+            self.0.rows_of(&SYNC, [(of, sync)].into_iter());
+        self.gauges(
+            "worker_lost",
+            "1 for an hour where a registration expired, undrained, and the engine does not answer",
+            scraped
+                .lost
+                .iter()
+                .map(|worker| (MetricLabels::new(&[("worker", worker)]), 1)),
+        );
             self.0.rows(&SYNC_COUNTS, &sync.counts);
         }
         self.queues(scraped.queues);
