@@ -4,8 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::Args;
 use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, Command};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::ParseError;
 use warmroute_proto::Namespace;
@@ -52,6 +53,43 @@ impl fmt::Debug for NatsArgs {
             .field("nats_tls", &self.nats_tls)
             .field("init", &self.init)
             .finish()
+    }
+}
+
+/// The flags of this process that were given, on its command line or in its environment, as TOML:
+/// what differs from the defaults. Credentials in URLs are not shown.
+#[must_use]
+pub fn given(command: &Command) -> String {
+    let matches = command.clone().try_get_matches();
+    matches.map_or_else(|_| String::new(), |matches| given_of(command, &matches))
+}
+
+fn given_of(command: &Command, matches: &ArgMatches) -> String {
+    let is_given = |id: &str| {
+        let source = matches.value_source(id);
+        matches!(
+            source,
+            Some(ValueSource::CommandLine | ValueSource::EnvVariable)
+        )
+    };
+    let flags = command.get_arguments().filter_map(|flag| {
+        let (id, name) = (flag.get_id().as_str(), flag.get_long()?);
+        let values = is_given(id).then(|| matches.get_raw(id)).flatten()?;
+        let values: Vec<String> = values
+            .map(|value| as_toml(&value.to_string_lossy()))
+            .collect();
+        match &values[..] {
+            [one] => Some(format!("{name} = {one}")),
+            several => Some(format!("{name} = [{}]", several.join(", "))),
+        }
+    });
+    flags.collect::<Vec<_>>().join(", ")
+}
+
+fn as_toml(value: &str) -> String {
+    match value.parse::<f64>().is_ok() || matches!(value, "true" | "false") {
+        true => value.to_owned(),
+        false => format!("{:?}", nats::redacted(value)),
     }
 }
 
@@ -147,7 +185,42 @@ fn log_filter(text: &str) -> Result<String, ParseError> {
 
 #[cfg(test)]
 mod tests {
+    use clap::{CommandFactory as _, Parser};
+
     use super::*;
+
+    #[derive(Parser)]
+    struct Flags {
+        #[arg(long, default_value_t = 8000)]
+        port: u16,
+        #[arg(long)]
+        worker: Vec<String>,
+        #[command(flatten)]
+        nats: NatsArgs,
+        #[command(flatten)]
+        logs: LogArgs,
+    }
+
+    #[test]
+    fn given_flags_are_toml_without_credentials() {
+        let command = Flags::command();
+        let given = |flags: &[&str]| {
+            let flags = ["x"].iter().chain(flags);
+            let matches = command.clone().get_matches_from(flags);
+            given_of(&command, &matches)
+        };
+        assert_eq!(given(&[]), "");
+        let flags = [
+            "--port=9",
+            "--log-json",
+            "--worker=a",
+            "--worker=b",
+            "--nats-url=nats://me:secret@h:4222",
+        ];
+        let shown = "port = 9, worker = [\"a\", \"b\"], nats-url = \"nats://…@h:4222\", \
+                     log-json = true";
+        assert_eq!(given(&flags), shown);
+    }
 
     #[test]
     fn tls_is_an_authority_or_an_identity_or_both() {

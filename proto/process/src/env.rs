@@ -22,6 +22,8 @@ pub const OURS: &[&str] = &[
     "ENGINE_CA",
     "ENGINE_KEY_FILE",
     "EXPECT_INDEXERS",
+    "EXPECT_ROUTERS",
+    "EXPECT_WORKERS",
     "HEALTH_INTERVAL_MS",
     "HOST",
     "INIT",

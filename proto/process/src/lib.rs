@@ -9,6 +9,7 @@ pub mod access;
 pub mod args;
 pub mod blocking;
 pub mod build;
+pub mod byte_size;
 pub mod connection_threads;
 pub mod engine_answer;
 pub mod engine_args;
@@ -34,13 +35,22 @@ mod joining;
 use std::io::Write as _;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
+
 /// Writes one JSON line to stdout, for callers that let the system choose the ports.
 pub fn announce(line: std::fmt::Arguments<'_>) {
-    let mut stdout = std::io::stdout().lock();
-    let written = writeln!(stdout, "{line}");
-    if let Err(error) = written.and_then(|()| stdout.flush()) {
+    if let Err(error) = print(line) {
         tracing::warn!(%error, "ports not written to stdout");
     }
+}
+
+/// Writes the output of a command to stdout. A command whose output is lost has failed.
+pub fn print(output: std::fmt::Arguments<'_>) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    let written = writeln!(stdout, "{output}");
+    written
+        .and_then(|()| stdout.flush())
+        .context("writing to stdout")
 }
 
 /// A binary's `main`: runs `start` and writes its error to stderr, without a backtrace.
