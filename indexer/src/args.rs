@@ -1,7 +1,6 @@
 //! The command line.
 
 use std::net::{IpAddr, SocketAddr};
-use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,9 +8,11 @@ use clap::{Parser, Subcommand};
 use warmroute_plane::{ExistingStreams, InitConfig};
 use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
 use warmroute_process::build;
+use warmroute_process::byte_size::bytes;
 use warmroute_process::listen;
 
 use crate::IndexerConfig;
+use crate::doctor::Expected;
 use crate::snapshot::Schedule;
 
 /// Folds the log of a fleet's KV cache events into one tree, and answers what each worker holds.
@@ -66,9 +67,9 @@ pub enum Command {
     /// Creates the streams and buckets of the namespace, and verifies existing ones. Changes
     /// nothing that exists: if it differs, prints the differences with exit code 1.
     Init(InitArgs),
-    /// Reads the whole plane, changes nothing, and prints one page: findings, worst first, with
-    /// advice, and the status of the rest. Exit code 0: healthy; 1: action needed; 2: the plane
-    /// could not be read.
+    /// Reads the whole plane, changes nothing, and prints one page: findings, worst first, each with
+    /// cause, effect and what to run, and the status of the rest. Exit code 0: healthy; 1: action
+    /// needed; 2: no server could be reached.
     Doctor(DoctorArgs),
     /// Keys and credentials for nats-servers in operator mode, where a signature adds a worker. Works
     /// offline.
@@ -143,6 +144,12 @@ pub struct DoctorArgs {
     /// s leaves no trace.
     #[arg(long, env = "WARMROUTE_EXPECT_INDEXERS", value_name = "N")]
     pub expect_indexers: Option<usize>,
+    /// Expected number of routers; fewer are a finding.
+    #[arg(long, env = "WARMROUTE_EXPECT_ROUTERS", value_name = "N")]
+    pub expect_routers: Option<usize>,
+    /// Expected number of workers; fewer are a finding.
+    #[arg(long, env = "WARMROUTE_EXPECT_WORKERS", value_name = "N")]
+    pub expect_workers: Option<usize>,
     /// Sends each rank of each exact source two requests of four blocks and a token with max_tokens
     /// 1, for each indexer, and compares the engine's cached tokens with the index's credit.
     #[arg(long, env = "WARMROUTE_PROBE")]
@@ -161,6 +168,17 @@ pub struct DoctorArgs {
         value_parser = clap::value_parser!(u64).range(..=3600)
     )]
     pub wait_secs: u64,
+}
+
+impl DoctorArgs {
+    #[must_use]
+    pub const fn expected(&self) -> Expected {
+        Expected {
+            indexers: self.expect_indexers,
+            routers: self.expect_routers,
+            workers: self.expect_workers,
+        }
+    }
 }
 
 /// Sizes of what `init` creates, and how long it tries.
@@ -244,61 +262,9 @@ impl TryFrom<IndexerArgs> for ProcessConfig {
     }
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum BytesError {
-    #[error(
-        "bytes are a whole number with B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or nothing behind it"
-    )]
-    Unit,
-    #[error(transparent)]
-    Number(#[from] ParseIntError),
-    #[error("too many bytes, or none")]
-    Range,
-}
-
-/// A size as an operator writes it.
-fn bytes<N: TryFrom<u64>>(text: &str) -> Result<N, BytesError> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kb" => 1_000,
-        "mb" => 1_000_000,
-        "gb" => 1_000_000_000,
-        "tb" => 1_000_000_000_000,
-        "k" | "ki" | "kib" => 1 << 10,
-        "m" | "mi" | "mib" => 1 << 20,
-        "g" | "gi" | "gib" => 1 << 30,
-        "t" | "ti" | "tib" => 1 << 40,
-        _ => return Err(BytesError::Unit),
-    };
-    let number: u64 = digits.trim_end().parse()?;
-    let bytes = number.checked_mul(unit).filter(|&bytes| bytes > 0);
-    bytes
-        .and_then(|bytes| N::try_from(bytes).ok())
-        .ok_or(BytesError::Range)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_are_read_as_operators_write_them() {
-        let check = |text: &str, value: Option<u64>| {
-            assert_eq!(bytes::<u64>(text).ok(), value, "{text}");
-        };
-        check("4096", Some(4096));
-        check("6GiB", Some(6 << 30));
-        check("6Gi", Some(6 << 30));
-        check("6 GB", Some(6_000_000_000));
-        check("128m", Some(128 << 20));
-        check("1.5GB", None);
-        check("0", None);
-        check("GiB", None);
-        check("-1", None);
-        check("5 parsecs", None);
-        check("99999999TB", None);
-    }
 
     fn config(flags: &[&str]) -> Result<ProcessConfig, NoNatsUrl> {
         let program = ["warmroute-indexer"].iter().chain(flags);

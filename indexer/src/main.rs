@@ -1,5 +1,6 @@
 //! `warmroute-indexer`: flags in, exit code out.
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -14,19 +15,19 @@ use warmroute_indexer::args::{
     Command, CredentialsArgs, CredentialsStep, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig,
 };
 use warmroute_indexer::doctor::collect::PlaneReader;
-use warmroute_indexer::doctor::{diagnose, refused_clients};
+use warmroute_indexer::doctor::{Report, diagnose, refused_clients, unreachable};
 use warmroute_indexer::http::{self, ApiKeys};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, unix_ns};
 use warmroute_plane::{
     InitConfig, NamespaceSetup, NatsBus, NatsConfig, NatsError, NatsPlane, Plane, PlaneLog,
 };
 use warmroute_process::access::{BindScope, PortAccess};
-use warmroute_process::args::NatsArgs;
+use warmroute_process::args::{NatsArgs, given};
 use warmroute_process::nats::NatsRole;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
-use warmroute_process::{announce, env, host, listen, logs, nats};
+use warmroute_process::{announce, build, env, host, listen, logs, nats, print};
 
 const NATS_ROLE: NatsRole = NatsRole {
     name: "warmroute-indexer",
@@ -63,7 +64,7 @@ fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
 fn credentials(step: &CredentialsStep, nats: &NatsArgs) -> anyhow::Result<ExitCode> {
     let unix_secs = Duration::from_nanos(unix_ns()).as_secs();
     let printed = warmroute_indexer::credentials::run(step, &nats.namespace, unix_secs)?;
-    announce(format_args!("{printed}"));
+    print(format_args!("{printed}"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -73,9 +74,9 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
     let nats = nats::config(&config.nats, "warmroute-init")?;
     let namespace = &config.nats.namespace;
     if log == PlaneLog::None {
-        announce(format_args!(
+        print(format_args!(
             "now: namespace {namespace} needs no set-up without a log"
-        ));
+        ))?;
         return Ok(ExitCode::SUCCESS);
     }
     let wait = Duration::from_secs(sizes.wait_secs);
@@ -84,7 +85,7 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
     match before.await {
         Err(NatsError::Mismatch(differences)) => {
             for difference in differences {
-                announce(format_args!("before: {difference}"));
+                print(format_args!("before: {difference}"))?;
             }
         }
         // Without read permission the creation below fails, too.
@@ -97,7 +98,7 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
     let left = wait.saturating_sub(started.elapsed());
     let sizes = InitConfig::from(sizes);
     nats::retry_unreachable(left, async || NatsPlane::init(nats.clone(), sizes).await).await?;
-    announce(format_args!("now: namespace {namespace} is set up"));
+    print(format_args!("now: namespace {namespace} is set up"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -106,11 +107,23 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
     let nats = nats::config(&config.nats, "warmroute-doctor")?;
     let wait = Duration::from_secs(how.wait_secs);
     let log = nats::log(&config.nats)?;
+    let namespace = &config.indexer.namespace;
+    let progress: fn(&str) = if how.json { |_| {} } else { show_progress };
+    progress("connecting");
     let inspect = async || inspect(nats.clone(), log).await;
-    let (plane, bus, setup) = nats::retry_unreachable(wait, inspect).await?;
-    let look = PlaneReader::new(plane, &config.indexer.namespace);
-    let mut state = look.read(setup).await.context("reading the plane")?;
+    let (plane, bus, setup) = match nats::retry_unreachable(wait, inspect).await {
+        Ok(inspected) => inspected,
+        Err(NatsError::Unreachable(why)) => {
+            let report = unreachable(namespace.as_str(), &why);
+            show(&report, how.json)?;
+            return Ok(ExitCode::from(2));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let look = PlaneReader::new(plane, namespace, progress);
+    let mut state = look.read(setup).await;
     if how.probe {
+        progress("probing the engines");
         let tls = EngineTls::of_file(how.engine_ca.as_deref()).context("--engine-ca")?;
         state.probes = Some(look.probe(&state, &tls).await.context("probing engines")?);
     }
@@ -119,13 +132,23 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
         state.refused = Some(refused);
     }
     state.complaint = bus.last_server_error();
-    state.indexers_expected = how.expect_indexers;
+    state.expected = how.expected();
     let report = diagnose(&state);
-    match how.json {
-        true => announce(format_args!("{}", report.json())),
-        false => announce(format_args!("{report}")),
-    }
+    show(&report, how.json)?;
     Ok(ExitCode::from(u8::from(report.needs_action())))
+}
+
+fn show(report: &Report, json: bool) -> anyhow::Result<()> {
+    match json {
+        true => print(format_args!("{}", report.json())),
+        false => print(format_args!("{report}")),
+    }
+}
+
+/// Beside the report, which goes to stdout.
+fn show_progress(step: &str) {
+    // If stderr is closed, there is no reader.
+    drop(writeln!(std::io::stderr(), "{step} …"));
 }
 
 /// Connects without a check of the set-up.
@@ -151,7 +174,8 @@ async fn inspect(
 
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let signals = Signals::listen().context("listening for signals")?;
-    tracing::info!(?config, "starting");
+    let flags = given(&IndexerArgs::command());
+    tracing::info!(version = build::version(), "starting: {flags}");
     let keys = ApiKeys::load(config.api_key_file).context("reading --api-key-file")?;
     let listener = listen::bind(config.listen).await?;
     let address = listener.local_addr().context("the address")?;

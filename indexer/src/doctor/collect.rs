@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use warmroute_plane::{LogStatus, NamespaceSetup, Plane, PlaneError, PlaneLog, RegistryEvent};
 use warmroute_proto::codec::Message;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
@@ -19,7 +19,7 @@ use warmroute_proto::view::{
 use warmroute_proto::{Heartbeat, LocalHash, Namespace, Record, Source, codec};
 
 use super::registry::sources;
-use super::{LastRecord, PlaneState, Registry, ShimHeartbeats, SnapshotSeen};
+use super::{LastRecord, PlaneState, Registry, ShimHeartbeats, SnapshotSeen, routers};
 use crate::fold::{self, HeartbeatVerdict};
 use crate::metrics::unix_ns;
 use crate::same_log;
@@ -27,6 +27,9 @@ use crate::snapshot::format;
 
 /// Listening time: three heartbeats of each shim.
 const LISTEN: Duration = Duration::from_millis(3200);
+
+/// A router writes its facts each five seconds.
+const FACTS_WAIT: Duration = Duration::from_secs(6);
 
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -51,46 +54,77 @@ pub struct PlaneReader {
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     namespace: Namespace,
+    /// Shows what is read next.
+    progress: fn(&str),
 }
+
+/// Heartbeats by source, and the number of foreign ones by subject.
+type Heard = (BTreeMap<Source, ShimHeartbeats>, BTreeMap<String, u64>);
 
 impl PlaneReader {
     #[must_use]
-    pub fn new(plane: Arc<dyn Plane>, namespace: &Namespace) -> Self {
+    pub fn new(plane: Arc<dyn Plane>, namespace: &Namespace, progress: fn(&str)) -> Self {
         Self {
             plane,
             subjects: Subjects::new(namespace),
             namespace: namespace.clone(),
+            progress,
         }
     }
 
-    /// Reads everything, within seconds. An error means that the plane cannot be read at all.
-    pub async fn read(&self, setup: NamespaceSetup) -> Result<PlaneState, PlaneError> {
+    /// Reads everything, within seconds. What cannot be read is in [`PlaneState::unread`].
+    pub async fn read(&self, setup: NamespaceSetup) -> PlaneState {
+        let mut unread = setup.unread.clone();
+        (self.progress)("reading the registry");
         let before = match self.registry().await {
             Ok(before) => before,
-            // A missing bucket is the finding, not the error.
-            Err(_) if !setup.differences.is_empty() => {
-                let log = self.log(&setup).await;
-                return Ok(self.without(setup, log));
+            Err(error) => {
+                // A bucket that is known to be missing is a finding already.
+                if setup.differences.is_empty() {
+                    unread.push(format!("the registry: {error}"));
+                }
+                return PlaneState {
+                    namespace: self.namespace.to_string(),
+                    unix_ns: unix_ns(),
+                    log: self.log(&setup).await,
+                    unread,
+                    setup,
+                    ..PlaneState::default()
+                };
             }
-            Err(error) => return Err(error),
         };
         // After the registry, so that the log contains the records of the snapshots it names.
         let log = self.log(&setup).await;
-        let listened = Instant::now();
-        let (heartbeats, snapshots, last_records) = tokio::join!(
+        (self.progress)("listening to the shims for 3 s, reading records and snapshots");
+        let started = Instant::now();
+        let (heard, snapshots, last_records) = tokio::join!(
             self.listen(LISTEN),
             self.snapshots(&before, log),
-            self.last_records(&before)
+            self.last_records(&before, log)
         );
-        let listened = listened.elapsed();
-        let (heartbeats, foreign) = heartbeats?;
+        let (heartbeats, foreign) = heard.unwrap_or_else(|error| {
+            unread.push(format!("heartbeats: {error}"));
+            Heard::default()
+        });
+        let listened = match heartbeats.is_empty() && !unread.is_empty() {
+            true => Duration::ZERO,
+            false => started.elapsed(),
+        };
+        if routers::look_old(&before, unix_ns()) {
+            (self.progress)("waiting for the routers' next facts, 6 s");
+            sleep(FACTS_WAIT).await;
+        }
+        (self.progress)("asking the indexers");
         let ids = || before.indexers.keys().cloned();
         let (views, faults) = tokio::join!(self.views(ids()), self.faults(ids()));
         // After the views, for the same reason.
         let log_after = self.log(&setup).await;
         // Last, so that it contains every generation in use.
-        let registry = self.registry().await?;
-        Ok(PlaneState {
+        let registry = self.registry().await.unwrap_or_else(|error| {
+            unread.push(format!("the registry: {error}"));
+            before.clone()
+        });
+        PlaneState {
             namespace: self.namespace.to_string(),
             setup,
             log,
@@ -102,24 +136,11 @@ impl PlaneReader {
             heartbeats,
             foreign,
             listened,
-            pointer: registry.pointer.clone(),
             snapshots,
-            complaint: None,
-            probes: None,
-            refused: None,
             unix_ns: unix_ns(),
-            indexers_expected: None,
             registry_read: true,
+            unread,
             registry,
-        })
-    }
-
-    fn without(&self, setup: NamespaceSetup, log: Option<LogStatus>) -> PlaneState {
-        PlaneState {
-            namespace: self.namespace.to_string(),
-            unix_ns: unix_ns(),
-            setup,
-            log,
             ..PlaneState::default()
         }
     }
@@ -142,6 +163,7 @@ impl PlaneReader {
                 match event {
                     RegistryEvent::Put { key, entry } => {
                         registry.put(&self.subjects, &key, &entry.value);
+                        registry.revisions.insert(key, entry.revision);
                     }
                     RegistryEvent::Gone { .. } => {}
                     RegistryEvent::Current => break,
@@ -170,12 +192,8 @@ impl PlaneReader {
         codec::decode(&answer).map_err(unreadable)
     }
 
-    /// Collects heartbeats for some time. Returns them by source, and the number of foreign ones by
-    /// subject.
-    async fn listen(
-        &self,
-        time: Duration,
-    ) -> Result<(BTreeMap<Source, ShimHeartbeats>, BTreeMap<String, u64>), PlaneError> {
+    /// Collects heartbeats for some time.
+    async fn listen(&self, time: Duration) -> Result<Heard, PlaneError> {
         let end = Instant::now() + time;
         let all = self.subjects.all_heartbeats();
         let mut messages = self.plane.subscribe(all).await?;
@@ -245,7 +263,14 @@ impl PlaneReader {
         codec::decode(&answer).map_err(unreadable)
     }
 
-    async fn last_records(&self, registry: &Registry) -> BTreeMap<Source, LastRecord> {
+    async fn last_records(
+        &self,
+        registry: &Registry,
+        log: Option<LogStatus>,
+    ) -> BTreeMap<Source, LastRecord> {
+        if log.is_none() {
+            return BTreeMap::new();
+        }
         let sources: Vec<Source> = registry.workers.values().flat_map(sources).collect();
         let reads = stream::iter(sources).map(|source| async {
             let subject = self.subjects.records(&source);

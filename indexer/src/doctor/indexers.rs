@@ -35,7 +35,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     if state.registry.indexers.is_empty() && answered == 0 {
         findings.add(Code::NoIndexer, "indexers");
     }
-    match state.indexers_expected {
+    match state.expected.indexers {
         Some(expected) if answered < expected => {
             let about = format!("{answered} of {expected} answer");
             findings.add(Code::IndexersMissing, about);

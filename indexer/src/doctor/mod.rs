@@ -3,7 +3,7 @@
 //! [`PlaneState`] is everything that was read, as plain values; the pure [`diagnose`] makes a
 //! [`Report`] of it. [`collect`] reads streams, registry, snapshots, the last record of each
 //! source, the views of all indexers, and some seconds of all shims' heartbeats. It writes nothing;
-//! its consumers end with it.
+//! its consumers end with it. A read that fails is a finding, and the rest is read.
 //!
 //! A report is of one moment. Transient conditions of a healthy fleet (a source that catches up)
 //! are findings only if they last, and digests are compared at equal numbers only.
@@ -11,6 +11,7 @@
 pub mod collect;
 mod finding;
 mod indexers;
+mod leases;
 mod page;
 mod probe;
 mod refused;
@@ -25,7 +26,6 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use warmroute_plane::{LogStatus, NamespaceSetup, PlaneLog};
-use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::view::{ReplicaFaults, ViewPage};
 use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
 
@@ -55,6 +55,8 @@ pub struct PlaneState {
     pub registry: Registry,
     /// False if the registry was unreadable, so that the fields below are empty.
     pub registry_read: bool,
+    /// What could not be read, and why.
+    pub unread: Vec<String>,
     /// The newest record of each source of the registry.
     pub last_records: BTreeMap<Source, LastRecord>,
     /// View of each replica, or why there is none.
@@ -64,9 +66,8 @@ pub struct PlaneState {
     pub heartbeats: BTreeMap<Source, ShimHeartbeats>,
     /// Number of heartbeats whose payload names another source than their subject, by subject.
     pub foreign: BTreeMap<String, u64>,
-    /// Time for which heartbeats were collected.
+    /// Time for which heartbeats were collected, between the two readings of the registry.
     pub listened: Duration,
-    pub pointer: Option<SnapshotPointer>,
     /// Snapshots that the pointer names, the newest first.
     pub snapshots: Vec<SnapshotSeen>,
     /// The last operation that the server refused.
@@ -77,8 +78,15 @@ pub struct PlaneState {
     pub refused: Option<Vec<RefusedClient>>,
     /// Local clock.
     pub unix_ns: u64,
-    /// Expected number of indexers, if configured.
-    pub indexers_expected: Option<usize>,
+    pub expected: Expected,
+}
+
+/// How many processes the operator expects, where given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Expected {
+    pub indexers: Option<usize>,
+    pub routers: Option<usize>,
+    pub workers: Option<usize>,
 }
 
 /// The newest record on a source's subject.
@@ -122,7 +130,11 @@ pub fn diagnose(state: &PlaneState) -> Report {
     if state.setup.log == PlaneLog::None {
         rest.push(("log", "each indexer's own, no snapshots".to_owned()));
     }
+    for unread in &state.unread {
+        findings.add(Code::PlaneUnread, unread);
+    }
     if state.registry_read {
+        leases::judge(state, &mut findings);
         registry::judge(state, &mut findings, &mut rest);
         routers::judge(state, &mut findings);
         indexers::judge(state, &mut findings, &mut rest);
@@ -139,6 +151,19 @@ pub fn diagnose(state: &PlaneState) -> Report {
         server: state.setup.server_version.clone(),
         findings: findings.worst_first(),
         rest,
+    }
+}
+
+/// The report where no server could be reached.
+#[must_use]
+pub fn unreachable(namespace: &str, why: &str) -> Report {
+    let mut findings = Findings::default();
+    findings.add(Code::NatsUnreachable, why);
+    Report {
+        namespace: namespace.to_owned(),
+        server: "(not reached)".to_owned(),
+        findings: findings.worst_first(),
+        rest: Vec::new(),
     }
 }
 

@@ -33,11 +33,15 @@ impl Report {
     #[must_use]
     pub fn json(&self) -> Value {
         let finding = |finding: &Finding| {
+            let explains = finding.explains.iter().map(|(code, _)| code.label());
             json!({
                 "code": finding.code.label(),
                 "severity": finding.code.severity(),
                 "about": finding.about,
-                "advice": finding.code.advice(),
+                "cause": finding.code.cause(),
+                "effect": finding.code.effect(),
+                "run": finding.code.run(&self.namespace),
+                "explains": explains.collect::<Vec<&str>>(),
             })
         };
         let row = |(what, is): &StatusLine| json!({ "what": what, "is": is });
@@ -73,7 +77,15 @@ impl Display for Report {
             if about.len() > SHOWN_MAX {
                 writeln!(f, "         - and {} more", about.len() - SHOWN_MAX)?;
             }
-            writeln!(f, "         {}", code.advice())?;
+            writeln!(f, "         cause:  {}", code.cause())?;
+            writeln!(f, "         effect: {}", code.effect())?;
+            writeln!(f, "         run:    {}", code.run(namespace))?;
+            let explained = finding.explains.iter();
+            let explained = explained.map(|(code, count)| format!("{} ({count})", code.label()));
+            let explained: Vec<String> = explained.collect();
+            if !explained.is_empty() {
+                writeln!(f, "         explains: {}", explained.join(", "))?;
+            }
         }
         writeln!(f)?;
         for (what, is) in self.rest.iter().take(SHOWN_MAX * 4) {
@@ -139,13 +151,14 @@ mod tests {
             findings: vec![Finding {
                 code: Code::SourceStale,
                 about,
+                explains: Vec::new(),
             }],
             rest: vec![("log", "well".to_owned())],
         };
         let page = report.to_string();
         assert!(page.contains("action needed"), "{page}");
         assert!(page.contains("- and 9994 more\n"), "{page}");
-        assert!(page.contains(Code::SourceStale.advice()), "{page}");
+        assert!(page.contains(Code::SourceStale.cause()), "{page}");
         assert!(page.contains("log        well\n"), "{page}");
         assert!(page.lines().count() < 60);
         let shown = report.json()["findings"][0]["about"]

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use warmroute_plane::Revision;
 use warmroute_proto::registry::{
     DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, RouterDoubts,
-    RouterFacts, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -32,6 +33,10 @@ pub struct Registry {
     /// What the server refuses each router.
     pub refusals: BTreeMap<RouterId, Vec<String>>,
     pub doubts: BTreeMap<RouterId, RouterDoubts>,
+    /// Workers that a router does not reach, or that are gone without a sign.
+    pub misses: BTreeMap<RouterId, RouterMisses>,
+    /// Revision of each key: a lease that is renewed has a new one.
+    pub revisions: BTreeMap<String, Revision>,
     pub unreadable: BTreeSet<String>,
 }
 
@@ -71,6 +76,8 @@ impl Registry {
             self.refusals.insert(router, entry.refused);
         } else if let Some(router) = subjects.key_doubts(key) {
             self.doubts.insert(router, codec::decode(value).ok()?);
+        } else if let Some(router) = subjects.key_misses(key) {
+            self.misses.insert(router, codec::decode(value).ok()?);
         } else if let Some(id) = subjects.key_indexer(key) {
             self.indexers.insert(id, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_router(key) {
@@ -85,6 +92,12 @@ impl Registry {
             return None;
         }
         Some(())
+    }
+
+    /// Whether the key was not written between an earlier reading and this one.
+    pub(super) fn stands(&self, before: &Self, key: &str) -> bool {
+        let earlier = before.revisions.get(key);
+        earlier.is_some() && earlier == self.revisions.get(key)
     }
 
     /// Number of registered processes by version.
@@ -123,6 +136,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
             .map(|(version, count)| format!("{count} × {version}"));
         findings.add(Code::VersionsDiffer, about.collect::<Vec<_>>().join(", "));
     }
+    missing(state, findings);
     if registry.routers.is_empty() {
         findings.add(Code::NoRouter, "routers");
     }
@@ -138,6 +152,27 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     if !registry.drained.is_empty() {
         let drained: Vec<&str> = registry.drained.keys().map(WorkerId::as_str).collect();
         rest.push(("drained", drained.join(", ")));
+    }
+}
+
+/// Fewer routers or workers than the operator expects. Those of indexers answer.
+fn missing(state: &PlaneState, findings: &mut Findings) {
+    let registry = &state.registry;
+    for (code, found, expected) in [
+        (
+            Code::RoutersMissing,
+            registry.routers.len(),
+            state.expected.routers,
+        ),
+        (
+            Code::WorkersMissing,
+            registry.workers.len(),
+            state.expected.workers,
+        ),
+    ] {
+        if let Some(expected) = expected.filter(|&expected| found < expected) {
+            findings.add(code, format!("{found} of {expected} are registered"));
+        }
     }
 }
 

@@ -2,22 +2,33 @@
 
 use std::time::Duration;
 
-use warmroute_proto::{EngineHealth, WorkerId};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{EngineHealth, Namespace, WorkerId};
 
 use super::page::duration;
 use super::{Code, Findings, PlaneState, StatusLine, registry::sources};
 
 /// Minimum listening time to call a shim silent: heartbeats come each second.
-const LISTENED_MIN: Duration = Duration::from_millis(2500);
+pub(super) const LISTENED_MIN: Duration = Duration::from_millis(2500);
 
 pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let registry = &state.registry;
+    let subjects = Subjects::new(&Namespace::from(state.namespace.as_str()));
     for (worker, entry) in &registry.workers {
         // A worker that registered in between may have sent no heartbeat.
         let was_there = state.before.workers.contains_key(worker);
         for source in sources(entry).filter(|_| was_there && state.listened >= LISTENED_MIN) {
             if !state.heartbeats.contains_key(&source) {
-                let about = format!("{source}: nothing within {}", duration(state.listened));
+                let key = subjects.shim_key(worker);
+                let is_alive = registry.shims.contains_key(worker)
+                    && state.before.shims.contains_key(worker)
+                    && !registry.stands(&state.before, &key);
+                let lives = match is_alive {
+                    true => ", but it renews its lease: it may lack a permission for heartbeats",
+                    false => "",
+                };
+                let listened = duration(state.listened);
+                let about = format!("{source}: nothing within {listened}{lives}");
                 findings.add(Code::ShimSilent, about);
             }
         }

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use warmroute_proto::Tier;
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::view::SourceView;
+use warmroute_proto::{Tier, TierState};
 
 use super::page::duration;
 use super::{Code, Findings, PlaneState, SETTLING, StatusLine};
@@ -28,7 +28,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
                 findings.add(Code::SourceGone, about(id, source));
                 continue;
             }
-            if let Some(code) = code(source) {
+            if let Some(code) = code(state, source) {
                 findings.add(code, about(id, source));
             }
             judge_tiers(id, source, findings);
@@ -68,7 +68,12 @@ fn judge_tiers(id: &str, source: &SourceView, findings: &mut Findings) {
     }
 }
 
-fn code(source: &SourceView) -> Option<Code> {
+fn code(state: &PlaneState, source: &SourceView) -> Option<Code> {
+    let heard = state.heartbeats.get(&source.source);
+    // A shim that has sent its image is behind its engine, not the indexer behind the shim.
+    let waits_for_engine = heard.is_some_and(|heard| {
+        heard.last.states.gpu == TierState::CatchingUp && heard.last.number.is_some()
+    });
     let age = Duration::from_millis(source.state_age_ms);
     let lasts = age >= SETTLING;
     match source.states.gpu {
@@ -76,6 +81,7 @@ fn code(source: &SourceView) -> Option<Code> {
         SourceState::Partial => Some(Code::SourcePartial),
         SourceState::Unverified => Some(Code::SourceUnverified),
         SourceState::Stale => lasts.then_some(Code::SourceStale),
+        SourceState::CatchingUp if waits_for_engine => lasts.then_some(Code::SourceUnproven),
         SourceState::CatchingUp => lasts.then_some(Code::SourceCatchingUp),
         SourceState::Unknown => match source.reason {
             Some(UnknownReason::Memory) => Some(Code::SourceUnknown),

@@ -1,10 +1,11 @@
 use std::time::Duration;
 
-use warmroute_plane::{ClockOffset, PlaneLog, SetupDifference, StreamRole, StreamUsage};
+use warmroute_plane::{ClockOffset, PlaneLog, Revision, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
     CreditDoubt, DemotedSource, DemotionEntry, DrainEntry, DrainState, DrainUntil, FailedCheck,
-    IndexerEntry, ModelProblem, RouterDoubts, RouterFacts, ShimEntry, WorkerEntry,
+    IndexerEntry, LostWorker, ModelProblem, RouterDoubts, RouterFacts, RouterMisses, ShimEntry,
+    UnreachableWorker, WorkerEntry,
 };
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
@@ -28,6 +29,7 @@ fn stream(role: StreamRole, name: &str) -> StreamUsage {
         bytes_max: Some(1 << 30),
         age_max: Some(Duration::from_secs(86_400)),
         oldest_unix_ns: Some(NOW - 60 * SECOND),
+        written_ago: Some(Duration::from_secs(1)),
         replicas: 1,
         copies_away: Vec::new(),
     }
@@ -182,6 +184,7 @@ fn healthy() -> PlaneState {
                 stream(StreamRole::Registry, "KV_wr_test"),
                 stream(StreamRole::Snapshots, "OBJ_wr_test"),
             ],
+            unread: Vec::new(),
         },
         log: Some(log(100)),
         log_after: Some(log(100)),
@@ -199,7 +202,6 @@ fn healthy() -> PlaneState {
         ]
         .into(),
         listened: Duration::from_millis(3200),
-        pointer: registry.pointer.clone(),
         snapshots: vec![SnapshotSeen {
             name: "s".to_owned(),
             position: LogPosition(90),
@@ -213,7 +215,11 @@ fn healthy() -> PlaneState {
         probes: None,
         refused: None,
         unix_ns: NOW,
-        indexers_expected: Some(2),
+        expected: Expected {
+            indexers: Some(2),
+            ..Expected::default()
+        },
+        unread: Vec::new(),
         registry,
     }
 }
@@ -258,12 +264,17 @@ fn of_a_healthy_plane_there_is_nothing_to_say() {
 }
 
 #[test]
-fn labels_are_unique_and_have_advice() {
+fn labels_are_unique_and_have_texts() {
     let mut words: Vec<&str> = Code::ALL.iter().map(|code| code.label()).collect();
     words.sort_unstable();
     words.dedup();
     assert_eq!(words.len(), Code::ALL.len());
-    assert!(Code::ALL.iter().all(|code| code.advice().len() > 20));
+    let texts = |code: &Code| [code.cause(), code.effect(), &code.run("ns")].map(str::len);
+    assert!(
+        Code::ALL
+            .iter()
+            .all(|code| texts(code).into_iter().all(|length| length >= 4))
+    );
     let severities: Vec<Severity> = Code::ALL.iter().map(|code| code.severity()).collect();
     assert!(severities.is_sorted(), "the gravest first");
 }
@@ -347,12 +358,12 @@ fn indexers_are_judged() {
     });
     check(Code::OneIndexer, |state| {
         state.views.remove("a");
-        state.indexers_expected = None;
+        state.expected.indexers = None;
     });
     check(Code::NoIndexer, |state| {
         state.views.clear();
         state.registry.indexers.clear();
-        state.indexers_expected = None;
+        state.expected.indexers = None;
     });
     check(Code::IndexerOtherLog, |state| {
         view(state, "a", |view| view.log.as_mut().unwrap().nonce += 1);
@@ -654,10 +665,9 @@ fn routers_are_judged() {
     let mut state = healthy();
     two_routers(&mut state, facts(3));
     assert_eq!(codes(&diagnose(&state)), []);
-    let cases: [FactsChange; 5] = [
+    let cases: [FactsChange; 4] = [
         (Code::RoutersDiffer, |facts| facts.settings = 2),
         (Code::ClockSkew, |facts| facts.unix_ns = NOW + 3 * SECOND),
-        (Code::ClockSkew, |facts| facts.unix_ns = NOW - 10 * SECOND),
         (Code::WorkerUnregistered, |facts| {
             facts.unregistered = vec![WorkerId::from("other")];
         }),
@@ -673,6 +683,23 @@ fn routers_are_judged() {
             two_routers(state, other);
         });
     }
+    // Facts that are written, and old.
+    check(Code::ClockSkew, |state| {
+        let old = |secs: u64| RouterFacts {
+            unix_ns: NOW - secs * SECOND,
+            ..facts(3)
+        };
+        two_routers(state, old(10));
+        let earlier = old(15);
+        state.before.facts.insert(earlier.router, earlier);
+    });
+    // Facts of a router that ended, or stands still.
+    let mut state = healthy();
+    let mut ended = facts(3);
+    ended.unix_ns = NOW - 15 * SECOND;
+    two_routers(&mut state, ended);
+    state.before.facts = state.registry.facts.clone();
+    assert_eq!(codes(&diagnose(&state)), []);
     check(Code::RouterCheckFailed, |state| {
         let mut other = facts(3);
         other.failed_checks = vec![FailedCheck {
@@ -780,4 +807,146 @@ fn the_worst_comes_first() {
         Code::NoRouter,
     ];
     assert_eq!(found, expected);
+}
+
+/// The two readings of the registry, with the leases that were renewed in between.
+fn leases(state: &mut PlaneState, is_renewed: impl Fn(&str) -> bool) {
+    let subjects = Subjects::new(&namespace());
+    let worker = WorkerId::from("w");
+    let keys = [
+        subjects.shim_key(&worker),
+        subjects.indexer_key("a"),
+        subjects.indexer_key("b"),
+        subjects.router_key(RouterId([2; 16])),
+    ];
+    for key in keys {
+        let now = if is_renewed(&key) { 2 } else { 1 };
+        state.before.revisions.insert(key.clone(), Revision(1));
+        state.registry.revisions.insert(key, Revision(now));
+    }
+}
+
+#[test]
+fn leases_that_stand_still_together_are_the_servers_fault_and_one_its_process() {
+    let mut state = healthy();
+    leases(&mut state, |_| true);
+    assert_eq!(codes(&diagnose(&state)), []);
+    check(Code::RouterSilent, |state| {
+        leases(state, |key| !key.contains("router"));
+    });
+    // A full disk: no lease is renewed, and shims that lost theirs send nothing.
+    let mut state = healthy();
+    leases(&mut state, |_| false);
+    state.setup.streams[1].written_ago = Some(Duration::from_secs(34));
+    state.heartbeats.clear();
+    state.views.insert("b".to_owned(), Err("late".to_owned()));
+    let mut stopped = facts(2);
+    stopped.unix_ns = NOW - 34 * SECOND;
+    state.registry.facts.insert(stopped.router, stopped);
+    let report = diagnose(&state);
+    assert_eq!(codes(&report), [Code::StoreRefuses], "{report}");
+    let consequences = [
+        (Code::IndexerSilent, 1),
+        (Code::IndexersMissing, 1),
+        (Code::ShimSilent, 2),
+    ];
+    assert_eq!(report.findings[0].explains, consequences);
+    let page = report.to_string();
+    assert!(page.contains("explains: indexer_silent (1)"), "{page}");
+    assert!(page.contains("the last write 34 s ago"), "{page}");
+    assert!(page.contains("restart nats-server"), "{page}");
+}
+
+#[test]
+fn what_cannot_be_read_is_a_finding_and_the_rest_is_judged() {
+    check(Code::PlaneUnread, |state| {
+        state.unread.push("heartbeats: no answer".to_owned());
+        state.heartbeats.clear();
+        state.listened = Duration::ZERO;
+    });
+    let report = unreachable("test", "timed out");
+    assert_eq!(codes(&report), [Code::NatsUnreachable]);
+    assert!(report.to_string().contains("timed out"), "{report}");
+}
+
+#[test]
+fn what_to_run_names_the_namespace() {
+    let run = Code::StreamMissing.run("prod");
+    assert!(
+        run.contains("init --nats-url URL --namespace prod"),
+        "{run}"
+    );
+}
+
+#[test]
+fn fewer_processes_than_expected_are_named() {
+    check(Code::RoutersMissing, |state| {
+        state.expected.routers = Some(2)
+    });
+    check(Code::WorkersMissing, |state| {
+        state.expected.workers = Some(2)
+    });
+    let mut state = healthy();
+    state.expected = Expected {
+        indexers: Some(2),
+        routers: Some(1),
+        workers: Some(1),
+    };
+    assert_eq!(codes(&diagnose(&state)), []);
+}
+
+fn misses(state: &mut PlaneState, unreachable: &[&str], lost: &[&str]) {
+    let router = RouterId([2; 16]);
+    let misses = RouterMisses {
+        router,
+        unreachable: unreachable
+            .iter()
+            .map(|worker| UnreachableWorker {
+                worker: WorkerId::from(*worker),
+                url: "http://10.0.0.1:8000".to_owned(),
+                why: "nothing listens there".to_owned(),
+            })
+            .collect(),
+        lost: lost
+            .iter()
+            .map(|worker| LostWorker {
+                worker: WorkerId::from(*worker),
+                silent_secs: 40,
+            })
+            .collect(),
+    };
+    let subjects = Subjects::new(&namespace());
+    let value = codec::encode(&misses).unwrap();
+    let key = subjects.misses_key(router);
+    state.registry.put(&subjects, &key, &value);
+}
+
+#[test]
+fn workers_that_routers_miss_are_named() {
+    check(Code::WorkerUnreachable, |state| misses(state, &["w"], &[]));
+    check(Code::WorkerLost, |state| misses(state, &[], &["w2"]));
+    // The shim sees it too.
+    check(Code::EngineUnhealthy, |state| {
+        misses(state, &["w"], &[]);
+        let heard = state.heartbeats.get_mut(&source("w/0")).unwrap();
+        heard.last.health = EngineHealth::Unhealthy;
+    });
+    // It came back, or left, after the router wrote.
+    let mut state = healthy();
+    misses(&mut state, &["w2"], &["w"]);
+    assert_eq!(codes(&diagnose(&state)), []);
+}
+
+/// A wrong replay endpoint: the shim itself is behind its engine.
+#[test]
+fn a_source_whose_shim_waits_for_its_engine_is_no_matter_of_the_plane() {
+    let state_is = |word: SourceState| move |source: &mut SourceView| source.states.gpu = word;
+    check(Code::SourceCatchingUp, |state| {
+        sources(state, state_is(SourceState::CatchingUp));
+    });
+    check(Code::SourceUnproven, |state| {
+        sources(state, state_is(SourceState::CatchingUp));
+        let heard = state.heartbeats.get_mut(&source("w/0")).unwrap();
+        heard.last.states.gpu = TierState::CatchingUp;
+    });
 }
