@@ -7,12 +7,13 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
+use warmroute_process::args::given;
 use warmroute_process::followed_file::FollowedFile;
 use warmroute_process::nats::NatsRole;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
-use warmroute_process::{announce, env, host, listen, logs, nats};
+use warmroute_process::{announce, build, env, host, listen, logs, nats};
 use warmroute_shim::args::{Args, Config};
 use warmroute_shim::{EngineKey, EngineKeyError, EngineKeySource, Service, StateDir, http};
 

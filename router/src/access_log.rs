@@ -21,6 +21,7 @@ use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
+use warmroute_process::access::keys::KeyId;
 
 use crate::batch_task::{BatchSink, BatchTask};
 use crate::call_report::EndedRequest;
@@ -68,6 +69,7 @@ struct AccessLine<'a> {
     request_id: &'a str,
     correlation_id: Option<&'a str>,
     traceparent: Option<&'a str>,
+    tenant: Option<&'a str>,
     route: &'a str,
     model: Option<&'a str>,
     worker: Option<&'a str>,
@@ -144,6 +146,7 @@ fn write_line(request: &EndedRequest, to: &mut Vec<u8>) {
         request_id: &text(&request.request_id),
         correlation_id: correlation.as_deref(),
         traceparent: traceparent.as_deref(),
+        tenant: request.tenant.as_ref().map(KeyId::as_str),
         route: request.route.label(),
         model: request.model.as_deref(),
         worker: placement.map(|one| one.source.worker.as_str()),

@@ -10,6 +10,7 @@ use std::time::Duration;
 use axum::http::{HeaderValue, StatusCode};
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
+use warmroute_process::access::keys::KeyId;
 use warmroute_proto::Source;
 use warmroute_proto::query::SourceState;
 use warmroute_sim::recording::{RecordedOutcome, RecordedPlacement, RequestFacts};
@@ -20,7 +21,8 @@ use crate::batch_task::BatchTask;
 use crate::clock::unix_time;
 use crate::fleet::ModelCatalog;
 use crate::metrics::{
-    CodeLabel, Metrics, ModelSeries, OTHER_MODEL, RequestEnd, RouteLabel, WorkerSeries,
+    CodeLabel, Metrics, ModelSeries, OTHER_MODEL, RequestEnd, RouteLabel, TenantTokens,
+    WorkerSeries,
 };
 use crate::openai::TokenUsage;
 use crate::recorder::{RecordTicket, Recorder};
@@ -49,6 +51,8 @@ pub(crate) struct CallReport {
     pub request_id: HeaderValue,
     /// `x-correlation-id` and `traceparent` of the client.
     pub traces: [Option<HeaderValue>; 2],
+    /// The tenant of its key, if there are tenants.
+    pub tenant: Option<KeyId>,
     /// `None` until the model is known.
     pub series: Option<Arc<ModelSeries>>,
     pub prompt: PromptSize,
@@ -77,6 +81,7 @@ pub(crate) struct EndedRequest {
     pub route: RouteLabel,
     pub request_id: HeaderValue,
     pub traces: [Option<HeaderValue>; 2],
+    pub tenant: Option<KeyId>,
     pub model: Option<Arc<str>>,
     pub placement: Option<EndedPlacement>,
     pub prompt_tokens: u32,
@@ -155,6 +160,7 @@ impl CallReport {
             started: Instant::now(),
             request_id,
             traces,
+            tenant: None,
             series: None,
             prompt: PromptSize::default(),
             placement: None,
@@ -308,6 +314,18 @@ impl CallReport {
         add(&worker.cached_tokens, self.cached_tokens.unwrap_or(0));
     }
 
+    /// Tokens of a request that a worker answered.
+    fn tokens(&self) -> TenantTokens {
+        match &self.placement {
+            Some(_) => TenantTokens {
+                prompt: self.prompt.tokens,
+                output: self.output.tokens(),
+                cached: self.cached_tokens.unwrap_or(0),
+            },
+            None => TenantTokens::default(),
+        }
+    }
+
     fn facts(&self, duration: Duration) -> RequestFacts {
         let model = self.series.as_ref().map(|series| Arc::clone(&series.model));
         let placement = self.placement.as_ref();
@@ -346,6 +364,7 @@ impl EndedRequest {
             route: report.route,
             request_id: report.request_id.clone(),
             traces: [correlation, own.or(traceparent)],
+            tenant: report.tenant.clone(),
             model: report.series.as_ref().map(|one| Arc::clone(&one.model)),
             placement,
             prompt_tokens: report.prompt.tokens,
@@ -377,6 +396,11 @@ impl CallSinks {
         let took = report.started.elapsed();
         self.metrics.request_ended(report.route, report.end, took);
         report.count(took);
+        if let Some(tenant) = &report.tenant {
+            let model = report.series.as_ref().map(|series| &series.model);
+            let tenants = &self.metrics.tenants;
+            tenants.count(tenant, model, report.end, report.tokens());
+        }
         if report.trace.is_some() || self.access_log.is_on() {
             let ended = Arc::new(EndedRequest::new(report, took));
             self.access_log.ended(&ended);
@@ -418,7 +442,7 @@ const fn outcome(end: RequestEnd) -> RecordedOutcome {
     match end {
         RequestEnd::Ok => RecordedOutcome::Completed,
         RequestEnd::ClientGone => RecordedOutcome::Cancelled,
-        RequestEnd::Refused | RequestEnd::Shed => RecordedOutcome::Unplaced,
+        RequestEnd::Refused | RequestEnd::Shed | RequestEnd::Limited => RecordedOutcome::Unplaced,
         RequestEnd::Engine4xx | RequestEnd::Engine5xx | RequestEnd::Failed => {
             RecordedOutcome::Failed
         }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use serde::Serialize;
 use serde_json::{Value, json};
+use warmroute_process::access::keys::KeyId;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tier, Tiers};
 
@@ -40,6 +41,7 @@ struct JournalEntry {
     number: u64,
     unix_ms: u64,
     request_id: String,
+    tenant: Option<KeyId>,
     model: String,
     candidates: usize,
     decision: Decision,
@@ -53,7 +55,7 @@ impl Journal {
     /// choice, if the request was moved.
     pub(crate) fn record(
         &self,
-        request_id: &str,
+        (request_id, tenant): (&str, Option<&KeyId>),
         model: &str,
         decision: &mut Decision,
         moved_from: Option<Box<Decision>>,
@@ -79,6 +81,7 @@ impl Journal {
             number,
             unix_ms: u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX),
             request_id: request_id.to_owned(),
+            tenant: tenant.cloned(),
             model: model.to_owned(),
             candidates,
             decision,
@@ -141,6 +144,7 @@ impl JournalEntry {
             "unix_ms": self.unix_ms,
             "policy": decision.policy.label(),
             "request_id": self.request_id,
+            "tenant": self.tenant.as_ref().map(KeyId::as_str),
             "model": self.model,
             "worker": decision.source.worker,
             "dp_rank": decision.source.dp_rank,

@@ -6,6 +6,7 @@
 mod labels;
 mod page;
 mod served;
+mod tenant_series;
 
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
 pub(crate) use served::{
     ModelKind, ModelSeries, OTHER_MODEL, SeriesTable, ServedModel, WorkerSeries,
 };
+pub(crate) use tenant_series::{TenantSeries, TenantTokens};
 
 const NAMESPACE: &str = "warmroute_router";
 
@@ -58,10 +60,9 @@ pub(crate) struct Metrics {
     check_failures: IntCounterVec,
     step_seconds: HistogramVec,
     decision_seconds: Histogram,
-    ladder: IntCounterVec,
-    unhashed: IntCounterVec,
-    index_failures: IntCounter,
+    basis: BasisMetrics,
     overlap: OverlapMetrics,
+    pub tenants: TenantSeries,
 }
 
 /// Requests that engines fail, and that another worker serves, or goes on with.
@@ -76,6 +77,13 @@ struct RepeatMetrics {
 struct WaitMetrics {
     requests: IntGauge,
     shed: IntCounterVec,
+}
+
+/// What decisions rest on.
+struct BasisMetrics {
+    ladder: IntCounterVec,
+    unhashed: IntCounterVec,
+    index_failures: IntCounter,
 }
 
 /// Credited overlaps against the reported ones.
@@ -118,6 +126,7 @@ impl Metrics {
             "From a whole request body to the choice of a worker",
         );
         Ok(Self {
+            tenants: TenantSeries::default(),
             requests: counters("requests_total", "Requests ended", &["route", "outcome"])?,
             request_seconds: seconds(
                 "request_seconds",
@@ -227,17 +236,19 @@ impl Metrics {
                 &registry,
                 Histogram::with_opts(decision_seconds.buckets(FAST_BUCKETS.to_vec())),
             )?,
-            ladder: counters(
-                "ladder_total",
-                "Decisions by what they rested on",
-                &["step"],
-            )?,
-            unhashed: counters(
-                "unhashed_requests_total",
-                "Requests whose prompt could not be hashed, routed by load",
-                &["reason"],
-            )?,
-            index_failures: counter("index_failures_total", "Index queries not answered")?,
+            basis: BasisMetrics {
+                ladder: counters(
+                    "ladder_total",
+                    "Decisions by what they rested on",
+                    &["step"],
+                )?,
+                unhashed: counters(
+                    "unhashed_requests_total",
+                    "Requests whose prompt could not be hashed, routed by load",
+                    &["reason"],
+                )?,
+                index_failures: counter("index_failures_total", "Index queries not answered")?,
+            },
             overlap: OverlapMetrics {
                 credited_tokens: counter(
                     "overlap_credited_tokens_total",
@@ -279,15 +290,15 @@ impl Metrics {
     }
 
     pub(crate) fn ladder(&self, step: &'static str) {
-        count(&self.ladder, &[step]);
+        count(&self.basis.ladder, &[step]);
     }
 
     pub(crate) fn index_failed(&self) {
-        self.index_failures.inc();
+        self.basis.index_failures.inc();
     }
 
     pub(crate) fn unhashed(&self, reason: &'static str) {
-        count(&self.unhashed, &[reason]);
+        count(&self.basis.unhashed, &[reason]);
     }
 
     /// An engine reported its cached prompt tokens, where `credited` were expected.
@@ -391,7 +402,7 @@ impl Metrics {
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         let text =
             String::from_utf8(text).map_err(|error| prometheus::Error::Msg(error.to_string()))?;
-        Ok(text + &Page::of(scraped))
+        Ok(text + &Page::of(scraped, &self.tenants))
     }
 }
 
@@ -431,12 +442,12 @@ impl Metrics {
             series: table,
             core: &crate::route::CoreCounts::default(),
             demoted: &[],
+            lost: &[],
+            namespace: None,
             sync: None,
             queues: &[],
             tokenizers: &TokenizerTable::default(),
             retries_left: 0,
-            lost: &[],
-            namespace: None,
             leaving: false,
         };
         let text = self.render(&scraped).unwrap();
@@ -501,33 +512,33 @@ mod tests {
             series: &series,
             core: &CoreCounts::default(),
             demoted: &[],
+            lost: &[],
+            namespace: None,
             sync: None,
             queues: &[],
             tokenizers: &TokenizerTable::default(),
             retries_left: 0,
-            lost: &[],
-            namespace: None,
             leaving: false,
         };
         let shown = Scraped {
             loads: &[load],
             workers: &[status()],
             demoted: &[demoted],
+            lost: &[WorkerId::from("w9")],
             ..nothing
         };
         let text = metrics.render(&shown).unwrap();
         for line in [
-            lost: &[WorkerId::from("w9")],
             "worker_healthy{worker=\"w1\"} 1",
             "worker_check_failed{check=\"chat\",worker=\"w1\"} 1",
             "worker_check_passed{check=\"chat\",worker=\"w1\"} 0",
             "source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5",
             "worker_draining{worker=\"w1\"} 1",
+            "worker_lost{worker=\"w9\"} 1",
             "worker_passed_over{reason=\"stalled\",worker=\"w1\"} 1",
             "source_demoted{dp_rank=\"1\",worker=\"w1\"} 1",
             "model_requests_total{code=\"200\",model=\"m\",outcome=\"ok\",worker=\"w1\"} 1",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.005\"} 0",
-            "worker_lost{worker=\"w9\"} 1",
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.01\"} 1",
             "model_ttft_seconds_count{model=\"m\",worker=\"w1\"} 1",
         ] {

@@ -21,7 +21,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use axum::http::{HeaderMap, HeaderName, header};
 use tokio::time::Instant;
 use warmroute_process::access::bearer;
-use warmroute_process::access::keys::{KeyHash, now_unix_s};
+use warmroute_process::access::keys::{KeyHash, KeyId, now_unix_s};
 use warmroute_proto::RouterId;
 use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
 
@@ -102,6 +102,7 @@ pub(crate) enum TenantRefusal {
 pub(crate) struct DoorRefusal {
     pub error: TenantRefusal,
     pub rates: RateStatus,
+    pub tenant: Option<KeyId>,
 }
 
 impl From<TenantRefusal> for DoorRefusal {
@@ -109,6 +110,7 @@ impl From<TenantRefusal> for DoorRefusal {
         Self {
             error,
             rates: RateStatus::default(),
+            tenant: None,
         }
     }
 }
@@ -291,12 +293,16 @@ impl TenantTable {
         let (tenant, key) = known.ok_or(TenantRefusal::UnknownKey)?;
         let tenant = &self.tenants[tenant];
         if tenant.rules.keys[key].is_expired(now_unix_s()) {
-            return Err(TenantRefusal::Expired.into());
+            return Err(DoorRefusal {
+                tenant: Some(tenant.rules.name.clone()),
+                ..TenantRefusal::Expired.into()
+            });
         }
         let now = Instant::now().into_std();
         tenant.usage.enter(now).map_err(|reached| DoorRefusal {
             error: TenantRefusal::Limit(reached),
             rates: tenant.usage.status(now),
+            tenant: Some(tenant.rules.name.clone()),
         })?;
         tracing::trace!(
             tenant = tenant.rules.name.as_str(),

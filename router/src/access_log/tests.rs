@@ -52,6 +52,7 @@ impl Running {
         let mut report = CallReport::new(RouteLabel::Chat, id, traces);
         report.status = status;
         report.end = RequestEnd::Shed;
+        report.tenant = Some("acme".parse().unwrap());
         let request = EndedRequest::new(&report, Duration::from_micros(1500));
         self.log.ended(&Arc::new(request));
     }
@@ -128,6 +129,7 @@ async fn a_line_has_these_keys() {
     assert_eq!(named.collect::<BTreeSet<_>>(), keys);
     assert_eq!(line["status"], 503);
     assert_eq!(line["outcome"], "shed");
+    assert_eq!(line["tenant"], "acme");
     assert_eq!(line["total_ms"], 1.5);
     assert_eq!(line["traceparent"], "00-ab-cd-01");
     assert_eq!(line["worker"], Value::Null);

@@ -79,7 +79,9 @@ impl World {
             exclude: &[],
         };
         let (mut admitted, _) = self.core.admit(&ask, Some(&answer)).unwrap();
-        let entry = self.journal.record("r", "m", &mut admitted.decision, None);
+        let entry = self
+            .journal
+            .record(("r", None), "m", &mut admitted.decision, None);
         let credited = admitted.decision.overlap_blocks;
         let case = AuditCase {
             prompt: Arc::clone(prompt),

@@ -93,6 +93,8 @@ label_enum! {
         Refused = "refused",
         /// The router had no worker or no room for it.
         Shed = "shed",
+        /// It exceeded a limit of its tenant.
+        Limited = "limited",
         /// The engine answered 4xx.
         Engine4xx = "engine_4xx",
         /// The engine answered 5xx.

@@ -10,6 +10,7 @@ use warmroute_proto::WorkerId;
 use warmroute_proto::registry::DemotedSource;
 
 use super::served::{ModelSeries, ModelTotals, SecondsHistogram, SeriesTable, WorkerSeries};
+use super::tenant_series::TenantSeries;
 use crate::admission::QueueStatus;
 use crate::route::{CoreCounts, SourceLoad};
 use crate::sync::{ReplicaCounts, ReplicaStatus};
@@ -197,11 +198,11 @@ pub(crate) struct Scraped<'a> {
     pub series: &'a SeriesTable,
     pub core: &'a CoreCounts,
     pub demoted: &'a [DemotedSource],
-    /// `None` while the replica does not run.
     /// Workers that are gone without a sign.
     pub lost: &'a [WorkerId],
     /// That of the routers which share a plane; `None` without NATS.
     pub namespace: Option<&'a str>,
+    /// `None` while the replica does not run.
     pub sync: Option<&'a ReplicaStatus>,
     pub queues: &'a [QueueStatus],
     pub tokenizers: &'a TokenizerTable,
@@ -268,9 +269,10 @@ fn model_labels(model: &dyn Display) -> MetricLabels {
 }
 
 impl Page {
-    pub(super) fn of(scraped: &Scraped<'_>) -> String {
+    pub(super) fn of(scraped: &Scraped<'_>, tenants: &TenantSeries) -> String {
         let mut page = Self(MetricsText::new("warmroute_router_"));
         page.write(scraped);
+        tenants.write(&mut page.0);
         page.0.into_string()
     }
 
@@ -290,13 +292,6 @@ impl Page {
         self.served(scraped.series);
         self.0.rows(&CORE, scraped.core);
         self.demoted(scraped.demoted);
-        if let Some(sync) = scraped.sync {
-            // An alert compares the routers of a namespace, and Prometheus may scrape several.
-            let of = scraped.namespace;
-            let of = of.map_or_else(MetricLabels::default, |of| {
-                MetricLabels::new(&[("warmroute_namespace", &of)])
-            });
-            self.0.rows_of(&SYNC, [(of, sync)].into_iter());
         self.gauges(
             "worker_lost",
             "1 for an hour where a registration expired, undrained, and the engine does not answer",
@@ -305,6 +300,13 @@ impl Page {
                 .iter()
                 .map(|worker| (MetricLabels::new(&[("worker", worker)]), 1)),
         );
+        if let Some(sync) = scraped.sync {
+            // An alert compares the routers of a namespace, and Prometheus may scrape several.
+            let of = scraped.namespace;
+            let of = of.map_or_else(MetricLabels::default, |of| {
+                MetricLabels::new(&[("warmroute_namespace", &of)])
+            });
+            self.0.rows_of(&SYNC, [(of, sync)]);
             self.0.rows(&SYNC_COUNTS, &sync.counts);
         }
         self.queues(scraped.queues);

@@ -16,7 +16,7 @@ use crate::admission::PlaceUse;
 use crate::call_report::{CallReport, CallSinks};
 use crate::error::{ErrorForm, ProxyError};
 use crate::metrics::{RequestEnd, RouteLabel};
-use crate::tenants::{Settlement, TenantVisit};
+use crate::tenants::{Settlement, TenantRefusal, TenantVisit};
 
 /// Reported when it is dropped, as [`RequestEnd::ClientGone`] unless another end was set.
 pub(super) struct Call {
@@ -39,11 +39,13 @@ impl Call {
         let mut report = CallReport::new(route, id, traces);
         let [_, traceparent] = &report.traces;
         report.trace = sinks.tracer.begin(traceparent.as_ref());
+        let tenant: Option<Arc<TenantVisit>> = head.extensions.get().cloned();
+        report.tenant = tenant.as_ref().map(|tenant| tenant.name().clone());
         Self {
             report,
             sinks: Arc::clone(sinks),
             form: ErrorForm::of_path(head.uri.path()),
-            tenant: head.extensions.get().cloned(),
+            tenant,
             explanation: head.extensions.get().copied().unwrap_or_default(),
             place: None,
             held: None,
@@ -95,6 +97,12 @@ impl Call {
         &self.report.request_id
     }
 
+    /// As decisions are kept.
+    pub(super) fn id_and_tenant(&self) -> (&str, Option<&KeyId>) {
+        let id = self.request_id().to_str().unwrap_or("-");
+        (id, self.tenant_name())
+    }
+
     fn age(&self) -> Duration {
         self.report.started.elapsed()
     }
@@ -131,7 +139,9 @@ impl Call {
     /// The router's own error answer.
     pub(super) fn refuse(mut self, error: &ProxyError) -> Response {
         self.report.status = error.status().as_u16();
+        let is_limit = matches!(error, ProxyError::Tenant(TenantRefusal::Limit(_)));
         self.report.end = match error.status() {
+            _ if is_limit => RequestEnd::Limited,
             StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS => RequestEnd::Shed,
             status if status.is_server_error() => RequestEnd::Failed,
             _ => RequestEnd::Refused,
@@ -139,6 +149,9 @@ impl Call {
         // Quoted: it may have text of the client.
         tracing::debug!(request_id = ?self.request_id(), ?error, "request refused");
         self.settle(Settlement::Void, 0);
+        if let (Some(tenant), ProxyError::Tenant(TenantRefusal::Model)) = (&self.tenant, error) {
+            tenant.refund_request();
+        }
         let mut response = error.response(self.form);
         self.sign(response.headers_mut());
         response

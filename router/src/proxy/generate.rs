@@ -182,9 +182,9 @@ async fn serve(
     app.decided(call, complete.elapsed());
     call.report.record = app.sinks.recorder.open(&routing.prompt);
     let mut answer = app.forward(call, &request, &mut routing, &mut wait).await?;
-    let id = call.request_id().to_str().unwrap_or("-");
     let moved_from = answer.placement.moved_from.take();
     let decision = &mut answer.placement.decision;
+    let id = call.id_and_tenant();
     let entry = app.journal.record(id, &routing.model, decision, moved_from);
     let on_beginning = (route == openai::PromptRoute::Responses)
         .then(|| app.learn_answer(call, &decision.source.worker));

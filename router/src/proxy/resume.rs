@@ -196,8 +196,8 @@ impl ResumableAnswer {
         if !is_open_stream(head.status(), head.headers()) {
             return Err(ProxyError::Upstream);
         }
-        let id = call.request_id().to_str().unwrap_or("-");
         let decision = &mut answer.placement.decision;
+        let id = call.id_and_tenant();
         app.journal.record(id, &routing.model, decision, None);
         Ok(answer)
     }

@@ -132,6 +132,9 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
         request.extensions_mut().insert(explanation);
     }
     if let Some(visit) = visit {
+        if is_free(request.uri().path()) {
+            visit.refund_request();
+        }
         request.extensions_mut().insert(visit);
     } else if let Some(tenant) = TenantName::hinted(&settings, &request) {
         request.extensions_mut().insert(tenant);
@@ -139,11 +142,17 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
+/// Whether a request uses none of its tenant's rates of requests: no engine works for it.
+fn is_free(path: &str) -> bool {
+    path == "/v1/models" || path.starts_with("/v1/models/")
+}
+
 /// The answer to a request without a valid key, or beyond its tenant's rates.
 fn turned_away(app: &App, refusal: DoorRefusal, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     app.bodies.skip(&parts.headers, body);
-    let call = Call::new(RouteLabel::Other, &parts, &app.sinks);
+    let mut call = Call::new(RouteLabel::Other, &parts, &app.sinks);
+    call.report.tenant = refusal.tenant;
     let mut response = call.refuse(&refusal.error.into());
     refusal.rates.write(response.headers_mut());
     response

@@ -182,6 +182,9 @@ impl SpanBuilder<'_> {
         let mut about = Attributes::default()
             .text("warmroute.request_id", lossy(request.request_id.as_bytes()))
             .text("warmroute.outcome", request.end.label());
+        if let Some(tenant) = &request.tenant {
+            about = about.text("warmroute.tenant", tenant.as_str());
+        }
         if let Some(route) = route {
             let method = name.split(' ').next().unwrap_or_default();
             about = about.text("http.request.method", method);
@@ -246,9 +249,11 @@ impl SpanBuilder<'_> {
 const fn is_error(end: RequestEnd) -> bool {
     match end {
         RequestEnd::Engine5xx | RequestEnd::Failed | RequestEnd::Shed => true,
-        RequestEnd::Ok | RequestEnd::Refused | RequestEnd::Engine4xx | RequestEnd::ClientGone => {
-            false
-        }
+        RequestEnd::Ok
+        | RequestEnd::Refused
+        | RequestEnd::Limited
+        | RequestEnd::Engine4xx
+        | RequestEnd::ClientGone => false,
     }
 }
 

@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use opentelemetry_proto::tonic::common::v1::KeyValue;
 use tokio::net::TcpListener;
 
 use std::sync::Arc;
@@ -74,4 +75,26 @@ async fn requests_without_a_key_share_an_eighth_of_the_queue() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     end_requests(&endpoint, 401).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_requests_span_names_its_tenant() {
+    let text = "[tracing]\notlp_endpoint = \"http://127.0.0.1:9\"\n";
+    let settings = LiveSettings::new(Settings::parse(text).unwrap());
+    let metrics = Arc::new(Metrics::new().unwrap());
+    let (tracer, exporter) = Tracer::new(settings, metrics, http_client());
+    let task = TestTask::spawn(|stop| exporter.run(stop));
+    while !tracer.is_on() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let id = HeaderValue::from_static("r");
+    let mut report = CallReport::new(RouteLabel::Chat, id, [None, None]);
+    report.trace = tracer.begin(None);
+    report.tenant = Some("acme".parse().unwrap());
+    let request = Arc::new(EndedRequest::new(&report, Duration::from_millis(1)));
+    let trace = report.trace.take().unwrap();
+    let spans = export::FinishedTrace { trace, request }.spans();
+    let named = |pair: &&KeyValue| pair.key == "warmroute.tenant";
+    assert_eq!(spans[0].attributes.iter().filter(named).count(), 1);
+    task.end().await;
 }

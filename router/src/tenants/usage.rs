@@ -143,6 +143,21 @@ impl TenantUsage {
         Ok(())
     }
 
+    /// A request that entered counts against no rate of requests.
+    pub(crate) fn refund_request(&self, now: Instant) {
+        let mut state = self.state();
+        let UsageState {
+            per_second,
+            per_minute,
+            share,
+            ..
+        } = &mut *state;
+        for budget in per_second.iter_mut().chain(per_minute) {
+            budget.refund(1, now);
+        }
+        share.requests.refunded(1);
+    }
+
     pub(crate) fn leave(&self) {
         let mut state = self.state();
         state.open = state.open.saturating_sub(1);
@@ -351,6 +366,18 @@ mod tests {
         usage.set_limits(&TenantLimits::default(), soon);
         assert_eq!(usage.enter(soon), Ok(()));
         assert_eq!(usage.status(soon), RateStatus::default());
+    }
+
+    #[test]
+    fn a_refunded_request_uses_no_rate() {
+        let now = origin();
+        let usage = TenantUsage::new(&limits(), LimitSharing::Alone, now);
+        for _ in 0..100 {
+            assert_eq!(usage.enter(now), Ok(()));
+            usage.refund_request(now);
+            usage.leave();
+        }
+        assert_eq!(usage.status(now).requests.unwrap().remaining, 15);
     }
 
     /// Exactly as many as permitted, however many threads ask.

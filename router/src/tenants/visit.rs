@@ -119,6 +119,11 @@ impl TenantVisit {
         }
     }
 
+    /// The request uses none of the rates of requests.
+    pub(crate) fn refund_request(&self) {
+        self.tenant.usage.refund_request(Instant::now().into_std());
+    }
+
     pub(crate) fn rates(&self) -> RateStatus {
         self.tenant.usage.status(Instant::now().into_std())
     }

@@ -151,6 +151,38 @@ async fn limits_answer_429_with_the_time_to_wait() {
     assert_eq!(engine.asked(), 2);
 }
 
+/// Lists of models and refused models need no engine.
+#[tokio::test]
+async fn a_tenants_use_is_shown_and_what_no_engine_serves_uses_no_rate() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "models = [\"m\"]\nrequests_per_minute = 1").await;
+    let complete = |model: &str| {
+        let json = json!({"model": model, "prompt": [1, 2, 3]});
+        answer(world.post("/v1/completions", &json), KEY)
+    };
+    for _ in 0..3 {
+        let list = answer(world.request(Method::GET, "/v1/models"), KEY).await;
+        assert_eq!(list.status(), 200);
+        assert_eq!(complete("x").await.status(), 403);
+    }
+    let served = complete("m").await;
+    assert_eq!(served.status(), 200);
+    served.bytes().await.unwrap();
+    assert_eq!(complete("m").await.status(), 429);
+    world.until_quiet().await;
+    for (series, value) in [
+        ("requests_total{model=\"m\",tenant=\"a\",outcome=\"ok\"}", 1),
+        ("prompt_tokens_total{model=\"m\",tenant=\"a\"}", 3),
+        (
+            "requests_total{model=\"other\",tenant=\"a\",outcome=\"limited\"}",
+            1,
+        ),
+    ] {
+        assert_eq!(world.metric(&format!("tenant_{series}")), value, "{series}");
+    }
+    assert_eq!(world.newest_decision()[0]["tenant"], "a");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_streams_tokens_count_while_it_runs_and_a_client_that_leaves_frees_its_place() {
     let _frozen = world::Frozen::new();

@@ -74,8 +74,9 @@ async fn start() -> (Place, Fleet) {
     (place, fleet)
 }
 
-fn list_models(fleet: &Fleet, base: &str) -> RequestBuilder {
-    fleet.http.get(format!("{base}/v1/models"))
+/// A request that costs an engine next to nothing.
+fn version(fleet: &Fleet, base: &str) -> RequestBuilder {
+    fleet.http.get(format!("{base}/version"))
 }
 
 /// A completion of a prompt, with one token as output unless it is a long stream.
@@ -132,16 +133,16 @@ async fn flood(
 #[tokio::test(flavor = "multi_thread")]
 async fn limits_hold_over_four_routers_within_the_error() {
     let (_place, fleet) = start().await;
-    let requests = flood(&fleet, "minute", &ALL, 8, list_models).await;
+    let requests = flood(&fleet, "minute", &ALL, 8, version).await;
     assert_whole(&requests, 1.0, REQUESTS_PER_MINUTE);
     let tokens = flood(&fleet, "tokens", &ALL, 8, completion).await;
     assert_whole(&tokens, REQUEST_TOKENS as f64, TOKENS_PER_MINUTE);
     concurrent_requests_are_bounded(&fleet).await;
     // The first one begins with a full bucket of a second.
-    let first = flood(&fleet, "second", &ALL, 6, list_models).await;
+    let first = flood(&fleet, "second", &ALL, 6, version).await;
     assert_rate(&first, PER_SECOND, 1.0 - ERROR);
     for (routers, least) in [(&[2][..], 0.8), (&ALL, 1.0 - ERROR)] {
-        let next = flood(&fleet, "second", routers, 6, list_models).await;
+        let next = flood(&fleet, "second", routers, 6, version).await;
         assert_rate(&next, 0.0, least);
     }
 }
@@ -183,14 +184,14 @@ async fn concurrent_requests_are_bounded(fleet: &Fleet) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_router_adds_no_bucket() {
     let (_place, fleet) = start().await;
-    let first = flood(&fleet, "minute", &ALL, 6, list_models).await;
+    let first = flood(&fleet, "minute", &ALL, 6, version).await;
     assert_whole(&first, 1.0, REQUESTS_PER_MINUTE);
     let begun = Instant::now();
     let router = &fleet.routers[3];
     router.kill();
     router.restart().await;
     // Before it is ready too.
-    let second = flood(&fleet, "minute", &[3], 6, list_models).await;
+    let second = flood(&fleet, "minute", &[3], 6, version).await;
     let refilled = begun.elapsed().as_secs_f64() * REQUESTS_PER_MINUTE / 60.0;
     println!(
         "{} beside {refilled:.1} that were refilled",
