@@ -17,6 +17,7 @@ target=
 while [ $# -gt 0 ]; do
   case "$1" in
     --once) once=yes ;;
+    -h | --help) sed -n '2,/^set /{s/^# \{0,1\}//p;}' "$0"; exit ;;
     --nats) plane=nats ;;
     --binaries) target=${2:?--binaries needs a directory}; shift ;;
     *) echo "unknown argument: $1" >&2; exit 2 ;;
@@ -166,6 +167,7 @@ else
   . deploy/quickstart/nats.sh
 fi
 
+if [ "$once" = no ]; then
 cat <<TEXT
 
 Send your own:
@@ -179,7 +181,6 @@ Send your own:
   $(url "$router" admin_port)/v1/slots  load of each worker
   $(url "$router" admin_port)/metrics
 TEXT
-if [ "$once" = no ]; then
   printf '\nServing until Ctrl-C.\n'
   wait "${pid_of[@]}"
 fi

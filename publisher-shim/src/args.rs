@@ -3,18 +3,19 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser, TypedValueParser as _};
+use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _};
 use clap::{Parser, ValueEnum};
 use serde::Deserialize;
 use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
 use warmroute_process::build;
+use warmroute_process::byte_size::bytes_within;
 use warmroute_process::engine_args::{block_size, is_endpoint, is_event_route, is_route_of};
 use warmroute_process::listen;
 use warmroute_proto::registry::RANKS_MAX;
 use warmroute_proto::{BlockSize, WorkerId};
 
+use crate::ShimConfig;
 use crate::mirror::Assumptions;
-use crate::{OUTBOX_BYTES_MAX, ShimConfig};
 
 /// Runs beside one vLLM server and writes the changes of its KV cache to the log.
 ///
@@ -77,8 +78,8 @@ pub struct Args {
     /// Bytes of records of one rank that may wait for NATS. Above, one image of the cache replaces
     /// them.
     #[arg(
-        long, env = "WARMROUTE_OUTBOX_BYTES", default_value_t = OUTBOX_BYTES_MAX,
-        value_parser = RangedU64ValueParser::<usize>::new().range(OUTBOX_BYTES_MIN..)
+        long, env = "WARMROUTE_OUTBOX_BYTES", value_name = "BYTES", default_value = "64MiB",
+        value_parser = |text: &str| bytes_within::<usize>(text, OUTBOX_BYTES_MIN..=u64::MAX)
     )]
     pub outbox_bytes: usize,
     /// Address of the probes, metrics and digests.

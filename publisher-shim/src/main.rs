@@ -31,7 +31,11 @@ fn start() -> anyhow::Result<()> {
     env::check(&Args::command())?;
     let config = Config::try_from(Args::parse())?;
     logs::install(&config.logs)?;
-    tracing::info!(?config, "effective configuration");
+    tracing::info!(
+        version = build::version(),
+        "starting: {}",
+        given(&Args::command())
+    );
     tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

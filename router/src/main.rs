@@ -8,7 +8,8 @@ use anyhow::Context as _;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser as _};
 use tokio::runtime::Runtime;
-use warmroute_process::{announce, env, logs};
+use warmroute_process::args::given;
+use warmroute_process::{announce, build, env, logs, print};
 use warmroute_router::config::{Config, KeyCommand, RouterArgs, RouterCommand, TraceCommand};
 use warmroute_router::fit::fit;
 use warmroute_router::run::{Addresses, run};
@@ -30,7 +31,11 @@ fn start() -> anyhow::Result<()> {
     }
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
-    tracing::info!(?config, "effective configuration");
+    tracing::info!(
+        version = build::version(),
+        "starting: {}",
+        given(&RouterArgs::command())
+    );
     let requests = runtime("requests", config.threads.plane)?;
     let background = runtime("background", config.threads.background)?;
     let result = requests.block_on(run(config, background.handle(), announce_addresses));
@@ -76,10 +81,10 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
             args.replay = trace_files::with_profile(&args.replay)?;
             let source = &args.replay.source;
             let trace = trace_files::load(&source.trace, &source.models)?;
-            announce(format_args!("{}", simulate(&args, &trace, epoch)?));
+            print(format_args!("{}", simulate(&args, &trace, epoch)?))?;
         }
         RouterCommand::Tune(args) => {
-            announce(format_args!("{}", tune_command::tune(args, epoch)?));
+            print(format_args!("{}", tune_command::tune(args, epoch)?))?;
         }
         RouterCommand::Trace(TraceCommand::Convert(args)) => {
             let trace = trace_files::load(&args.from, &args.models)?;
@@ -89,10 +94,10 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
             let recording = trace_files::load_recording(&args.from)?;
             let (profile, report) = fit(&recording, args, epoch)?;
             trace_files::write_whole(&args.to, profile.lines()?)?;
-            announce(format_args!("{report}"));
+            print(format_args!("{report}"))?;
         }
         RouterCommand::Key(KeyCommand::New(args)) => {
-            announce(format_args!("{}", key_command::new_key(args)?));
+            print(format_args!("{}", key_command::new_key(args)?))?;
         }
     }
     Ok(())

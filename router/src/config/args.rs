@@ -7,6 +7,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args as Group, Parser, Subcommand};
 use warmroute_process::args::{LogArgs, NatsArgs};
 use warmroute_process::build;
+use warmroute_process::byte_size::bytes_within;
 use warmroute_process::engine_args::block_size;
 use warmroute_process::listen::{host, port};
 use warmroute_proto::BlockSize;
@@ -152,15 +153,16 @@ pub struct FleetArgs {
 pub struct LimitArgs {
     /// Largest request body in bytes; above, 413. Raise it for large images in chat messages.
     #[arg(
-        long, env = "WARMROUTE_MAX_BODY_BYTES", default_value_t = 64 << 20,
-        value_parser = RangedU64ValueParser::<usize>::new().range(1024..=4 << 30)
+        long, env = "WARMROUTE_MAX_BODY_BYTES", value_name = "BYTES", default_value = "64MiB",
+        value_parser = |text: &str| bytes_within::<usize>(text, 1024..=4 << 30)
     )]
     pub max_body_bytes: usize,
     /// Bytes of all request bodies and of the memory that their prompts take; above, 503. Bounds
     /// the router's memory.
     #[arg(
-        long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20,
-        value_parser = RangedU64ValueParser::<usize>::new().range(1024..=1 << 40)
+        long, env = "WARMROUTE_MAX_BUFFERED_BYTES", value_name = "BYTES",
+        default_value = "512MiB",
+        value_parser = |text: &str| bytes_within::<usize>(text, 1024..=1 << 40)
     )]
     pub max_buffered_bytes: usize,
     /// Concurrent client connections. Above, the one idle longest is closed.

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use clap::CommandFactory as _;
 use serde::Deserialize;
 use time::{Date, Month, PrimitiveDateTime, Time, UtcOffset};
 use toml::value::{Datetime, Offset};
@@ -12,6 +13,7 @@ use warmroute_process::access::keys::{
 use warmroute_process::access::{OperatorKey, Role};
 
 use super::tls::PortTls;
+use crate::config::RouterArgs;
 
 /// `[admin]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -137,10 +139,30 @@ impl From<toml::de::Error> for InvalidSettings {
         let first = shown.lines().next().unwrap_or_default();
         let place = first.strip_prefix("TOML parse error at ");
         let message = without_keys(&without_values(error.message()));
+        let message = in_plain_words(flag_named(&message).unwrap_or(message));
         Self(match place {
             Some(place) => format!("{place}: {message}"),
             None => message,
         })
+    }
+}
+
+/// Of a flag that stands in the file.
+fn flag_named(message: &str) -> Option<String> {
+    let (_, rest) = message.split_once("unknown field `")?;
+    let (field, _) = rest.split_once('`')?;
+    let flag = field.replace('_', "-");
+    let command = RouterArgs::command();
+    let mut flags = command.get_arguments().filter_map(clap::Arg::get_long);
+    let is_flag = flags.any(|known| known == flag);
+    is_flag.then(|| format!("`{field}` is no setting here, but there is a flag --{flag}"))
+}
+
+/// Without the names of types, which only the source has.
+fn in_plain_words(message: String) -> String {
+    match message.split_once("expected struct ") {
+        Some((before, _)) => format!("{before}expected a table"),
+        None => message,
     }
 }
 
@@ -261,6 +283,23 @@ mod tests {
             !shown.contains(HASH) && shown.contains("Operate"),
             "{shown}"
         );
+    }
+
+    #[test]
+    fn errors_name_flags_and_no_types() {
+        for (text, error) in [
+            (
+                "port = 8080",
+                "line 1, column 1: `port` is no setting here, but there is a flag --port",
+            ),
+            (
+                "[[tenants]]\nname = \"a\"\nkeys = [\"x\"]",
+                "line 3, column 9: invalid type: string \"…\", expected a table",
+            ),
+        ] {
+            let shown = Settings::parse(text).unwrap_err().to_string();
+            assert!(shown.ends_with(error), "{shown}");
+        }
     }
 
     #[test]
