@@ -72,6 +72,18 @@ pub enum TierState {
 }
 
 impl TierState {
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Complete => "complete",
+            Self::Partial => "partial",
+            Self::Unverified => "unverified",
+            Self::Stale => "stale",
+            Self::CatchingUp => "catching_up",
+            Self::Absent => "absent",
+        }
+    }
+
     /// A tier that does not exist stays absent.
     #[must_use]
     pub fn weakest(self, other: Self) -> Self {

@@ -5,6 +5,7 @@
 //! once. The file is read again on SIGHUP and when its content changes, which the router checks
 //! every `CHECK_PERIOD`.
 
+mod differences;
 mod engines;
 mod file;
 mod keys;
@@ -97,6 +98,8 @@ pub(crate) struct SettingsWatcher {
     metrics: Arc<Metrics>,
     /// The file's last content, or why there was none.
     judged: Result<Settings, String>,
+    /// The content in force, to show what changes.
+    table: toml::Table,
     hangup: Signal,
 }
 
@@ -115,6 +118,10 @@ impl SettingsWatcher {
     ) -> io::Result<Self> {
         Ok(Self {
             judged: Ok(Settings::clone(&live.current())),
+            table: file
+                .as_ref()
+                .map(|file| table(&file.path))
+                .unwrap_or_default(),
             file: file.map(|file| (file.path, file.rule)),
             live,
             metrics,
@@ -148,7 +155,8 @@ impl SettingsWatcher {
             return;
         };
         let shown = path.clone();
-        let Ok(read) = spawn_blocking(move || Settings::load(&path, &rule)).await else {
+        let read = spawn_blocking(move || (Settings::load(&path, &rule), table(&path))).await;
+        let Ok((read, table)) = read else {
             return;
         };
         let judged = read.map_err(|error| error.to_string());
@@ -161,7 +169,10 @@ impl SettingsWatcher {
         }
         match &judged {
             Ok(settings) => {
-                tracing::info!(?settings, path = ?shown, "settings loaded");
+                let changed = differences::differences(&self.table, &table).join(", ");
+                tracing::info!(path = %shown.display(), "settings loaded: {changed}");
+                self.table = table;
+                settings.warn_of_tenants_without_keys();
                 if settings.is_admin_port_locked() {
                     tracing::warn!("no admin keys are left: the admin port admits no client");
                 }
@@ -169,7 +180,8 @@ impl SettingsWatcher {
                 self.metrics.reloaded(ReloadResult::Loaded);
             }
             Err(error) => {
-                tracing::error!(error, path = ?shown, "settings not loaded, old ones kept");
+                let path = shown.display();
+                tracing::error!(error, %path, "settings not loaded, old ones kept");
                 self.metrics.reloaded(ReloadResult::Refused);
             }
         }
@@ -186,4 +198,10 @@ impl SettingsWatcher {
         settings.lock_admin_port_of(&before);
         Ok(settings)
     }
+}
+
+/// The file's content as it is written; empty if it is no TOML, which loading it reports.
+fn table(path: &Path) -> toml::Table {
+    let text = file::read(path).unwrap_or_default();
+    text.parse().unwrap_or_default()
 }

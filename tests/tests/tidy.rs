@@ -27,7 +27,7 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 18] = [
+const PURE_MODULES: [&str; 20] = [
     "publisher-shim/src/engine/drained_feed/kept_events.rs",
     "publisher-shim/src/engine/trtllm.rs",
     "router/src/admission/displacement.rs",
@@ -44,8 +44,10 @@ const PURE_MODULES: [&str; 18] = [
     "router/src/fleet/drain_table.rs",
     "router/src/fleet/engine_metrics.rs",
     "router/src/fleet/health.rs",
+    "router/src/fleet/lost_workers.rs",
     "router/src/fleet/models.rs",
     "router/src/fleet/state.rs",
+    "router/src/settings/differences.rs",
 ];
 
 /// What neither a pure crate nor a workspace crate below it may depend on.

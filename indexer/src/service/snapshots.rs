@@ -176,7 +176,7 @@ impl Snapshots {
         let metrics = &self.context.shared.metrics;
         metrics.snapshot_written(bytes, made.took, took);
         let position = head.at.position;
-        info!(name, %position, bytes, locked = ?made.took, ?took, "snapshot written");
+        tracing::debug!(name, %position, bytes, locked = ?made.took, ?took, "snapshot written");
         self.clean_up(&pointer).await;
         Ok(SnapshotOutcome::Written)
     }

@@ -384,7 +384,9 @@ impl<E: EngineLink> RankTask<E> {
                 warn!(%source, engine = %warning, "the engine's events cost this source credit");
             }
             Notice::Tier(tier, limit) => warn!(%source, %tier, "{}", limit.cause()),
-            Notice::State(state) => info!(%source, ?state, "the source's state changed"),
+            Notice::State(state) => {
+                info!(%source, state = state.label(), "the source's state changed");
+            }
         }
     }
 }

@@ -332,7 +332,7 @@ async fn an_engine_that_asks_for_a_key_is_registered_with_its_models_and_without
         sleep(Duration::from_millis(20)).await;
     }
     shim.terminate().await;
-    assert!(said().contains("engine_key_file"), "{}", said());
+    assert!(said().contains("engine-key-file"), "{}", said());
     assert!(!said().contains("s3cret"), "{}", said());
     world.end().await;
 }

@@ -179,6 +179,7 @@ impl RegistrationChecker {
         self.note_roots(&worker).await;
         let checks = RegistrationChecks::new(self.block_size(&worker), self.tokens(&worker).await);
         let name = &worker.entry.worker;
+        let (mut passed, mut skipped) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
         for ((check, result), (_, before)) in checks.named().zip(worker.checks.named()) {
             // A retry counts and logs what it changed.
             if result == before {
@@ -189,12 +190,18 @@ impl RegistrationChecker {
                     self.metrics.check_failed(check);
                     tracing::error!(worker = %name, check, why, "check failed");
                 }
-                CheckResult::Skipped { why } => {
-                    tracing::warn!(worker = %name, check, why, "check skipped");
-                }
-                CheckResult::Passed => tracing::info!(worker = %name, check, "check passed"),
+                // One line for one cause.
+                CheckResult::Skipped { why } => skipped.entry(why).or_default().push(check),
+                CheckResult::Passed => passed.push(check),
                 CheckResult::Pending => {}
             }
+        }
+        for (why, checks) in skipped {
+            let checks = checks.join(", ");
+            tracing::warn!(worker = %name, checks, why, "checks skipped");
+        }
+        if !passed.is_empty() {
+            tracing::info!(worker = %name, checks = passed.join(", "), "checks passed");
         }
         self.fleet
             .update(|state| state.checked(name, worker.epoch, checks));

@@ -298,6 +298,18 @@ impl Settings {
         Ok(toml::from_str(text).map_err(InvalidSettings::from)?)
     }
 
+    /// Tenants of the file that no client can be.
+    pub(super) fn warn_of_tenants_without_keys(&self) {
+        let without = self.tenants.iter().filter(|tenant| tenant.keys.is_empty());
+        let names: Vec<&str> = without.map(|tenant| tenant.name.as_str()).collect();
+        if !names.is_empty() {
+            tracing::warn!(
+                tenants = names.join(", "),
+                "tenants have no key, and admit no client"
+            );
+        }
+    }
+
     /// Bound of the policy `prefix-hash`.
     pub(crate) const fn prefix_hash_load_percent(&self) -> u32 {
         self.prefix_hash_load_percent.0

@@ -147,7 +147,7 @@ impl From<toml::de::Error> for InvalidSettings {
     }
 }
 
-/// Of a flag that stands in the file.
+/// The message for a flag that stands in the file.
 fn flag_named(message: &str) -> Option<String> {
     let (_, rest) = message.split_once("unknown field `")?;
     let (field, _) = rest.split_once('`')?;
