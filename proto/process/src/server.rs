@@ -179,6 +179,7 @@ impl ConnectionMetrics {
 #[derive(Clone)]
 pub struct ClientRules {
     pub http2: Http2,
+    pub windows: Http2Windows,
     /// Asked once for each connection.
     pub half_closed: Arc<dyn Fn() -> HalfClosed + Send + Sync>,
     /// Asked once for each connection; `None`: without TLS.
@@ -195,6 +196,7 @@ impl Default for ClientRules {
     fn default() -> Self {
         Self {
             http2: Http2::Refused,
+            windows: Http2Windows::default(),
             half_closed: Arc::new(|| HalfClosed::Abort),
             tls: Arc::new(|| None),
             write_timeout: None,
@@ -208,6 +210,23 @@ impl Default for ClientRules {
 pub enum Http2 {
     Offered,
     Refused,
+}
+
+/// Bytes that a client of HTTP/2 may send ahead of their reader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Http2Windows {
+    pub stream: u32,
+    /// For all streams of the connection: at a small one, a stream that is not read holds up others.
+    pub connection: u32,
+}
+
+impl Default for Http2Windows {
+    fn default() -> Self {
+        Self {
+            stream: 512 << 10,
+            connection: 512 << 10,
+        }
+    }
 }
 
 /// What becomes of the request of a client that ended its sending side.
@@ -540,7 +559,7 @@ impl ServedConnection {
                     write_timeout: self.clients.write_timeout,
                     activity: Arc::clone(&self.open.activity),
                 };
-                let connection = protocol::http2(stream, streams, service);
+                let connection = protocol::http2(stream, streams, self.clients.windows, service);
                 self.drive(
                     protocol,
                     connection,

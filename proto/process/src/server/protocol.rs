@@ -18,7 +18,7 @@ use tokio_util::task::TaskTracker;
 
 use super::idle::{ConnectionActivity, InFlightBody, ObservedStream};
 use super::untaken::until_untaken;
-use super::{HEAD_BYTES_MAX, HEAD_TIMEOUT, HEADERS_MAX, HalfClosed};
+use super::{HEAD_BYTES_MAX, HEAD_TIMEOUT, HEADERS_MAX, HalfClosed, Http2Windows};
 
 /// The first bytes of a client that speaks HTTP/2 without TLS and without an upgrade: RFC 9113,
 /// section 3.4.
@@ -26,9 +26,6 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Requests in flight on one HTTP/2 connection. More wait at the client.
 const STREAMS_MAX: u32 = 128;
-
-/// Bytes that an HTTP/2 client may send ahead of their reader, on a stream and on a connection.
-const WINDOW_BYTES: u32 = 512 << 10;
 
 /// Bytes of answers kept for an HTTP/2 stream whose client does not read.
 const SEND_BYTES_MAX: usize = 64 << 10;
@@ -82,6 +79,7 @@ where
 pub(super) fn http2<S, F>(
     stream: ObservedStream,
     streams: StreamExecutor,
+    windows: Http2Windows,
     service: S,
 ) -> http2::Connection<TokioIo<ObservedStream>, S, StreamExecutor>
 where
@@ -97,8 +95,8 @@ where
         .timer(TokioTimer::new())
         .max_header_list_size(u32::try_from(HEAD_BYTES_MAX).unwrap_or(u32::MAX))
         .max_concurrent_streams(STREAMS_MAX)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
+        .initial_stream_window_size(windows.stream)
+        .initial_connection_window_size(windows.connection)
         .max_send_buf_size(SEND_BYTES_MAX)
         .keep_alive_interval(PING_INTERVAL)
         .keep_alive_timeout(PING_INTERVAL)
