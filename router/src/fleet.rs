@@ -8,6 +8,7 @@
 mod breaker;
 mod checks;
 mod drain_table;
+mod endpoints;
 mod engine_load;
 mod engine_metrics;
 pub mod health;
@@ -42,6 +43,7 @@ use state::{FleetChange, FleetState};
 
 pub use breaker::{RequestCase, RequestResult};
 pub(crate) use checks::{CheckResult, RENDERED_CHAT};
+pub(crate) use endpoints::EndpointTable;
 pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
 pub(crate) use models::Parity;

@@ -37,6 +37,7 @@ pub mod key_command;
 mod live_page;
 pub mod lost_sources;
 mod metrics;
+mod picker;
 mod proxy;
 pub mod ready;
 mod recorder;

@@ -105,7 +105,12 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
 
 fn announce_addresses(addresses: Addresses) {
     let (port, admin_port) = (addresses.public.port(), addresses.admin.port());
-    tracing::info!(public = %addresses.public, admin = %addresses.admin, "listening");
+    let Addresses {
+        public,
+        admin,
+        picker,
+    } = addresses;
+    tracing::info!(%public, %admin, ?picker, "listening");
     announce(format_args!(
         "{{\"port\":{port},\"admin_port\":{admin_port}}}"
     ));

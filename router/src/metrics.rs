@@ -18,6 +18,7 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 use crate::answer_end::EngineFailure;
+use crate::picker::StreamEnd;
 
 pub(crate) use labels::{
     CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RenderFailure,
@@ -49,7 +50,7 @@ pub(crate) struct Metrics {
     request_seconds: HistogramVec,
     ttft_seconds: HistogramVec,
     repeats: RepeatMetrics,
-    cancels: IntCounterVec,
+    ends: EndMetrics,
     buffered_bytes: IntGauge,
     connections: ConnectionMetrics,
     waiting: WaitMetrics,
@@ -63,6 +64,13 @@ pub(crate) struct Metrics {
     basis: BasisMetrics,
     overlap: OverlapMetrics,
     pub tenants: TenantSeries,
+}
+
+/// Requests that others than this router end.
+struct EndMetrics {
+    cancels: IntCounterVec,
+    /// Of the endpoint picker.
+    picked: IntCounterVec,
 }
 
 /// Requests that engines fail, and that another worker serves, or goes on with.
@@ -162,11 +170,18 @@ impl Metrics {
                     &["outcome"],
                 )?,
             },
-            cancels: counters(
-                "upstream_cancels_total",
-                "Engine requests ended because the client closed its connection",
-                &["phase"],
-            )?,
+            ends: EndMetrics {
+                cancels: counters(
+                    "upstream_cancels_total",
+                    "Engine requests ended because the client closed its connection",
+                    &["phase"],
+                )?,
+                picked: counters(
+                    "picker_streams_total",
+                    "Requests of gateways, by how their streams ended",
+                    &["outcome"],
+                )?,
+            },
             buffered_bytes: gauge(
                 "buffered_bytes",
                 "Bytes of request bodies and prompt work held now",
@@ -323,6 +338,11 @@ impl Metrics {
         count(&self.repeats.denied, &[reason.label()]);
     }
 
+    /// A stream of the endpoint picker has ended.
+    pub(crate) fn picked(&self, end: StreamEnd) {
+        count(&self.ends.picked, &[end.label()]);
+    }
+
     /// An engine failed an attempt.
     pub(crate) fn engine_failed(&self, failure: EngineFailure) {
         count(&self.repeats.failures, &[failure.label()]);
@@ -333,7 +353,7 @@ impl Metrics {
     }
 
     pub(crate) fn cancelled(&self, phase: CancelPhase) {
-        count(&self.cancels, &[phase.label()]);
+        count(&self.ends.cancels, &[phase.label()]);
     }
 
     pub(crate) fn check_failed(&self, check: &'static str) {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use anyhow::Context as _;
+use futures_util::future::OptionFuture;
 use tokio::runtime::Handle;
 use tokio::time::{Duration, Instant, sleep_until, timeout};
 use tokio_util::task::TaskTracker;
@@ -19,7 +20,9 @@ use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
 use warmroute_process::connection_threads::{self, ConnectionThreads};
 use warmroute_process::listen::bind;
 use warmroute_process::open_files::FileShares;
-use warmroute_process::server::{ClientRules, ConnectionFiles, Http2, Server, Shutdown};
+use warmroute_process::server::{
+    ClientRules, ConnectionFiles, Http2, Http2Windows, Server, Shutdown,
+};
 use warmroute_process::signals::{self, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::subject::Subjects;
@@ -42,6 +45,7 @@ use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::live_page::{self, LiveFeed, LiveSampler};
 use crate::metrics::Metrics;
+use crate::picker;
 use crate::proxy::{
     self, App, BodyBudget, EngineClient, EngineFiles, HeldRequests, PromptPool, StoredResponses,
 };
@@ -69,6 +73,13 @@ const ADMIN_WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// keep a connection, and with a key a slot. The time begins again with each 16 KiB taken.
 const PUBLIC_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// What gateways may send ahead of a stream's reader, and of those of all streams of a connection,
+/// each of which may wait for a client that takes nothing.
+const GATEWAY_WINDOWS: Http2Windows = Http2Windows {
+    stream: 256 << 10,
+    connection: 32 << 20,
+};
+
 /// Time before the end of the drain for the answers to requests that wait for a worker.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
@@ -80,6 +91,8 @@ const TASKS_END: Duration = Duration::from_secs(5);
 pub struct Addresses {
     pub public: SocketAddr,
     pub admin: SocketAddr,
+    /// Of the endpoint picker, if gateways are served.
+    pub picker: Option<SocketAddr>,
 }
 
 /// A router whose tasks run.
@@ -144,9 +157,12 @@ impl Running {
         let (settings, watcher) = live_settings(&config, &metrics)?;
         let public = bind(config.public).await?;
         let admin = bind(config.admin).await?;
+        let gateways = settings.current().endpoint_picker.address();
+        let picker = OptionFuture::from(gateways.map(bind)).await.transpose()?;
         let addresses = Addresses {
             public: public.local_addr().context("the public address")?,
             admin: admin.local_addr().context("the admin address")?,
+            picker: gateways,
         };
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
@@ -196,7 +212,14 @@ impl Running {
         let settings = &running.app.settings;
         let connections_max = shares.clients.min(config.limits.connections);
         let rules = public_rules(settings);
-        let (files, router) = (files.connections, proxy::router(app));
+        let files = files.connections;
+        if let Some(picker) = picker {
+            let (router, files) = (picker::router(Arc::clone(&app)), files.clone());
+            let rules = gateway_rules(settings);
+            let picker = server(picker, router, connections_max, files, rules);
+            running.clients.serve(&tasks, "endpoint picker", picker);
+        }
+        let router = proxy::router(app);
         let public = server(public, router, connections_max, files, rules);
         running.clients.serve(&tasks, "public", public);
         let access = admin_access(settings, addresses.admin);
@@ -574,6 +597,14 @@ fn public_rules(settings: &Arc<LiveSettings>) -> ClientRules {
         half_closed: Arc::new(move || settings.current().half_closed_clients()),
         write_timeout: Some(PUBLIC_WRITE_TIMEOUT),
         ..ClientRules::default()
+    }
+}
+
+/// Gateways have many requests on one connection, each with a reader of its own.
+fn gateway_rules(settings: &Arc<LiveSettings>) -> ClientRules {
+    ClientRules {
+        windows: GATEWAY_WINDOWS,
+        ..public_rules(settings)
     }
 }
 

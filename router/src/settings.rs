@@ -10,6 +10,7 @@ mod engines;
 mod file;
 mod keys;
 mod models;
+mod picker;
 mod queue;
 mod tenants;
 mod tls;

@@ -27,7 +27,7 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 20] = [
+const PURE_MODULES: [&str; 23] = [
     "publisher-shim/src/engine/drained_feed/kept_events.rs",
     "publisher-shim/src/engine/trtllm.rs",
     "router/src/admission/displacement.rs",
@@ -36,6 +36,9 @@ const PURE_MODULES: [&str; 20] = [
     "router/src/admission/in_flight.rs",
     "router/src/admission/leave_rate.rs",
     "router/src/admission/waiting_room.rs",
+    "router/src/picker/exchange.rs",
+    "router/src/picker/frames.rs",
+    "router/src/picker/messages.rs",
     "router/src/fleet/breaker.rs",
     "router/src/tenants/budget.rs",
     "router/src/tenants/shared_budget.rs",

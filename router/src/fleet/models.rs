@@ -6,6 +6,7 @@ use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::{BlockCut, BlockSize, WorkerId};
 
 use super::checks::{CheckResult, ModelChecks, TokenChecks};
+use super::endpoints::EndpointTable;
 use super::state::FleetWorker;
 use crate::metrics::{ModelKind, SeriesTable, ServedModel};
 use crate::tokenizers::TokenizerVersion;
@@ -19,6 +20,8 @@ pub(crate) struct ModelCatalog {
     pub incomplete: bool,
     /// The metrics of each model.
     pub series: SeriesTable,
+    /// For gateways.
+    pub endpoints: EndpointTable,
 }
 
 /// Each costs an index query for each prompt.
@@ -74,6 +77,7 @@ impl ModelCatalog {
         let served = workers.clone().flat_map(|worker| served(&worker.entry));
         let mut catalog = Self {
             series: before.series.followed_by(served),
+            endpoints: EndpointTable::of(workers.clone()),
             ..Self::default()
         };
         let mut checked: BTreeMap<String, Vec<&FleetWorker>> = BTreeMap::new();

@@ -224,6 +224,8 @@ label_enum! {
         Lost = "lost",
         /// The engine closed a reused connection: sent again on a new one.
         StaleConnection = "stale_connection",
+        /// The gateway sent the request to another endpoint than the first of the picker's list.
+        Gateway = "gateway",
     }
 }
 

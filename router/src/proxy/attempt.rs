@@ -120,21 +120,7 @@ impl App {
         leaves: impl Fn(&Source) -> bool,
     ) -> Result<EngineHead, AttemptError> {
         loop {
-            let predicted = placement.decision.predicted_ttft;
-            let settings = self.settings.current();
-            let first_token_max = settings.first_token_timeout();
-            let limits = HeadWait {
-                predicted: (!routing.streaming).then_some(predicted),
-                silent_max: if routing.streaming {
-                    first_token_max
-                } else {
-                    settings.answer_timeout().or(routing.head_max)
-                },
-                holds_head: routing.holds_head
-                    || routing.streaming && first_token_max.is_some()
-                    || routing.rule == AnswerRule::Generated
-                        && placement.decision.compared.len() > 1,
-            };
+            let limits = self.head_wait(routing, placement);
             let (source, url) = (placement.decision.source.clone(), &placement.decision.url);
             let url = Arc::clone(url);
             let addressed = || self.addressed(request, &source, &url);
@@ -154,6 +140,45 @@ impl App {
                 // The connection is closed, which aborts the request on the engine.
                 Waited::Moved => {}
             }
+        }
+    }
+
+    /// What the wait for the answer to a request at its placement depends on.
+    fn head_wait(&self, routing: &Routing, placement: &Placement) -> HeadWait {
+        let predicted = placement.decision.predicted_ttft;
+        let settings = self.settings.current();
+        let first_token_max = settings.first_token_timeout();
+        HeadWait {
+            predicted: (!routing.streaming).then_some(predicted),
+            silent_max: if routing.streaming {
+                first_token_max
+            } else {
+                settings.answer_timeout().or(routing.head_max)
+            },
+            holds_head: routing.holds_head
+                || routing.streaming && first_token_max.is_some()
+                || routing.rule == AnswerRule::Generated && placement.decision.compared.len() > 1,
+        }
+    }
+
+    /// Waits for the head of the answer to a request that a gateway sent, and that stays where it is.
+    pub(super) async fn gateway_head(
+        &self,
+        routing: &Routing,
+        placement: &mut Placement,
+        answer: impl Future<Output = Result<EngineResponse, legacy::Error>>,
+    ) -> Result<EngineHead, AttemptError> {
+        let mut limits = self.head_wait(routing, placement);
+        // No other worker can have it: a head shows nothing but that the first token is late.
+        limits.holds_head = routing.streaming && limits.silent_max.is_some();
+        placement.watch = None;
+        let cancel = CancelCount::armed(&self.metrics, routing.cancel);
+        let waited = wait_for_head(answer, limits, placement, |_| false, || false).await;
+        cancel.disarm();
+        match waited {
+            Waited::Head(head) => head,
+            // Not without a watch.
+            Waited::Moved => Err(AttemptError::Lost(Loss::Stall)),
         }
     }
 

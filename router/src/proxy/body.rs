@@ -169,6 +169,11 @@ impl BodyBudget {
         }))
     }
 
+    /// Bytes of the largest body.
+    pub(crate) fn body_max(&self) -> usize {
+        self.0.body_max
+    }
+
     /// Reads the whole body of a request whose head has `head` bytes, and decodes it.
     pub(crate) async fn read(
         &self,

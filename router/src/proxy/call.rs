@@ -10,6 +10,7 @@ use axum::response::Response;
 use warmroute_process::access::keys::KeyId;
 
 use super::explanation::Explanation;
+use super::gateway::GatewayLink;
 use super::headers;
 use super::waiting::HeldPlace;
 use crate::admission::PlaceUse;
@@ -26,6 +27,8 @@ pub(super) struct Call {
     /// The client's tenant, if there are tenants.
     tenant: Option<Arc<TenantVisit>>,
     explanation: Explanation,
+    /// Present if a gateway sends the request to its engine.
+    gateway: Option<GatewayLink>,
     /// The place that it has at a worker.
     pub place: Option<PlaceUse>,
     /// The place that it has while it waits for a worker.
@@ -47,6 +50,7 @@ impl Call {
             form: ErrorForm::of_path(head.uri.path()),
             tenant,
             explanation: head.extensions.get().copied().unwrap_or_default(),
+            gateway: head.extensions.get().cloned(),
             place: None,
             held: None,
         }
@@ -54,6 +58,10 @@ impl Call {
 
     pub(super) const fn tenant(&self) -> Option<&Arc<TenantVisit>> {
         self.tenant.as_ref()
+    }
+
+    pub(super) const fn gateway(&self) -> Option<&GatewayLink> {
+        self.gateway.as_ref()
     }
 
     pub(super) const fn explanation(&self) -> Explanation {

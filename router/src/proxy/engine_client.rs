@@ -18,7 +18,6 @@ use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use http_body_util::Full;
-use hyper::body::Incoming;
 use hyper_util::client::legacy;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -28,6 +27,7 @@ use warmroute_process::connection_threads::current_number;
 use warmroute_process::server::ConnectionFiles;
 use warmroute_process::tls::EngineTls;
 
+use super::engine_body::EngineBody;
 use super::images::ImageRenders;
 use crate::engine_clients::{EngineClients, SocketRule};
 use crate::engine_connector::{
@@ -52,7 +52,7 @@ type HttpClient = legacy::Client<EngineConnector, Full<Bytes>>;
 
 pub(super) type EngineRequest = Request<Full<Bytes>>;
 
-pub(super) type EngineResponse = Response<Incoming>;
+pub(super) type EngineResponse = Response<EngineBody>;
 
 tokio::task_local! {
     /// The connection of the request that the task sends.
@@ -216,7 +216,7 @@ impl EngineClient {
             let response = self.pool().request(request).await;
             (response, CONNECTION.with(Cell::get))
         };
-        match CONNECTION
+        let response = match CONNECTION
             .scope(Cell::new(EngineConnection::Reused), sent)
             .await
         {
@@ -236,7 +236,8 @@ impl EngineClient {
                 })
             }
             (response, _) => response,
-        }
+        };
+        response.map(|response| response.map(EngineBody::from))
     }
 }
 

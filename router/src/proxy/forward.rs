@@ -41,7 +41,7 @@ use crate::shared_core::SlotHold;
 use crate::spans::TraceStep;
 
 /// Workers that one request is sent to. A bad request must not reach the whole fleet.
-const ATTEMPTS_MAX: usize = 3;
+pub(super) const ATTEMPTS_MAX: usize = 3;
 
 /// Attempts of one request that fail at an engine that has begun to serve it.
 const FAILED_MAX: usize = 2;
@@ -124,7 +124,7 @@ impl From<Vec<Source>> for ExcludedSources {
 
 impl ExcludedSources {
     /// Ends a hint: the request is routed as any other. Returns whether there was one.
-    fn end_hint(&mut self) -> bool {
+    pub(super) fn end_hint(&mut self) -> bool {
         if self.for_hint {
             self.sources.clear();
         }
@@ -140,7 +140,7 @@ pub(super) struct EngineAnswer {
 
 /// The attempts of one request so far.
 #[derive(Default)]
-struct AttemptHistory {
+pub(super) struct AttemptHistory {
     attempts: usize,
     /// Those that failed at an engine that has begun to serve the request.
     failed: usize,
@@ -152,7 +152,7 @@ struct AttemptHistory {
     /// A failed answer, which is the answer if no worker has a better one.
     fallback: Option<EngineAnswer>,
     /// Failures that the request's answer will prove.
-    suspected: Vec<SuspectedFailure>,
+    pub suspected: Vec<SuspectedFailure>,
     /// Retries were taken of those that clients' mistakes may take.
     is_doubtful: bool,
 }
@@ -202,6 +202,11 @@ impl App {
         routing: &mut Routing,
         pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
+        if let Some(link) = call.gateway().cloned() {
+            return self
+                .send_by_gateway(call, &link, request, routing, pass)
+                .await;
+        }
         let permit = self.engines.permit().ok_or(ProxyError::FilesFull)?;
         let mut answer = self.send_to_workers(call, request, routing, pass).await?;
         answer.placement.tracked.hold(permit);
@@ -287,7 +292,7 @@ impl App {
 
     /// Returns the answer if it is for the client. Else keeps it and returns why another worker is
     /// to be tried.
-    fn judge(
+    pub(super) fn judge(
         &self,
         routing: &Routing,
         history: &mut AttemptHistory,
@@ -376,7 +381,7 @@ impl App {
     }
 
     /// Chooses and accounts in one step.
-    fn admit(
+    pub(super) fn admit(
         &self,
         routing: &Routing,
         tried: &[Source],
@@ -417,6 +422,21 @@ impl App {
         })
     }
 
+    /// The headers of a request to a worker and rank.
+    pub(super) fn engine_headers(
+        &self,
+        request: &ForwardedRequest,
+        source: &Source,
+        url: &str,
+    ) -> HeaderMap {
+        let mut headers = request.headers.clone();
+        headers.insert(headers::ENGINE_RANK, HeaderValue::from(source.dp_rank.0));
+        self.engines
+            .keys()
+            .authorize(&source.worker, url, &mut headers);
+        headers
+    }
+
     /// The request to a worker and rank. Fails if the worker's URL does not parse.
     pub(super) fn addressed(
         &self,
@@ -424,18 +444,14 @@ impl App {
         source: &Source,
         url: &str,
     ) -> Result<EngineRequest, AddressError> {
-        let mut headers = request.headers.clone();
-        headers.insert(headers::ENGINE_RANK, HeaderValue::from(source.dp_rank.0));
-        self.engines
-            .keys()
-            .authorize(&source.worker, url, &mut headers);
+        let headers = self.engine_headers(request, source, url);
         let (method, body) = (request.method.clone(), request.body.clone());
         self.engines
             .request(method, url, &request.path, headers, body)
     }
 
     /// Reports a failure to the fleet.
-    fn failed(
+    pub(super) fn failed(
         &self,
         placement: &mut Placement,
         error: &AttemptError,
@@ -481,6 +497,14 @@ impl App {
 }
 
 impl AttemptHistory {
+    /// Of a request that is not repeated.
+    pub(super) fn last() -> Self {
+        Self {
+            attempts: ATTEMPTS_MAX,
+            ..Self::default()
+        }
+    }
+
     /// Excludes all ranks of the worker: they share one HTTP server.
     fn exclude(&mut self, source: &Source, fleet: &Fleet) {
         self.tried.extend(all_ranks(source, fleet));
@@ -495,7 +519,7 @@ impl AttemptHistory {
     }
 
     /// No further attempt is made.
-    fn exhausted(self) -> Result<EngineAnswer, ProxyError> {
+    pub(super) fn exhausted(self) -> Result<EngineAnswer, ProxyError> {
         let error = if self.unanswered > 0 {
             ProxyError::Upstream
         } else if self.lacked_files {

@@ -39,8 +39,8 @@ use crate::journal::EntryNumber;
 use crate::metrics::{CancelPhase, DecisionStep, RouteLabel};
 use crate::openai;
 use crate::route::{Decision, IndexReply, Prompt};
+use crate::settings::ResumeRule;
 use crate::spans::TraceStep;
-use crate::tenants::TenantVisit;
 use crate::tokenize::EncoderKind;
 
 /// Bodies above are prepared on another thread; below, that takes less than a millisecond.
@@ -210,7 +210,7 @@ async fn planned(
     let mut is_searched = false;
     let mut plan = loop {
         let began = Instant::now();
-        match app.plan(call.tenant(), route, body).await {
+        match app.plan(call, route, body).await {
             Ok(plan) => {
                 call.report.step(TraceStep::Tokenize, began);
                 break plan;
@@ -294,10 +294,11 @@ impl App {
 
     pub(super) async fn plan(
         &self,
-        tenant: Option<&Arc<TenantVisit>>,
+        call: &Call,
         route: openai::PromptRoute,
         body: &BufferedBody,
     ) -> Result<Plan, ProxyError> {
+        let tenant = call.tenant();
         let (tokenizers, settings) = (self.tokenizers.current(), self.settings.current());
         let number = self.planned.fetch_add(1, Ordering::Relaxed);
         let inputs = PlanInputs {
@@ -315,7 +316,11 @@ impl App {
             } else {
                 TextSampling::Discard
             },
-            resume: settings.resume_streams,
+            resume: match call.gateway() {
+                // The gateway's streams are its own.
+                Some(_) => ResumeRule::Off,
+                None => settings.resume_streams,
+            },
             completion_prompts: settings.completion_prompts,
             multimodal: settings.multimodal,
         };

@@ -27,7 +27,7 @@ use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
 use crate::answer_end::AnswerRule;
 use crate::error::ProxyError;
-use crate::fleet::RequestCase;
+use crate::fleet::{ModelCatalog, RequestCase};
 use crate::metrics::{CancelPhase, RouteLabel};
 use crate::openai::{self, OpenAiError, UnreadableForm};
 use crate::route::Prompt;
@@ -178,11 +178,9 @@ fn served_model(
     }
     let catalog = app.fleet.catalog();
     let only = match parts.uri.path() {
-        "/version" => {
-            let mut names = catalog.models.keys().map(String::as_str);
-            let own = names.clone().find(|name| call.check_model(name).is_ok());
-            own.or_else(|| names.next())
-        }
+        // A gateway decides which requests are for this fleet.
+        _ if call.gateway().is_some() => own(call, &catalog),
+        "/version" => own(call, &catalog),
         _ => catalog.only_model(),
     };
     only.map(str::to_owned).ok_or_else(|| {
@@ -192,6 +190,13 @@ fn served_model(
             OpenAiError::missing_model().into()
         }
     })
+}
+
+/// A model that the client may use, or else any.
+fn own<'a>(call: &Call, catalog: &'a ModelCatalog) -> Option<&'a str> {
+    let mut names = catalog.models.keys().map(String::as_str);
+    let own = names.clone().find(|name| call.check_model(name).is_ok());
+    own.or_else(|| names.next())
 }
 
 /// Whether a content type is JSON's, whatever its parameters are.

@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use axum::http::{HeaderMap, Method};
 use bytes::Bytes;
-use hyper::body::Incoming;
 use warmroute_proto::Source;
 
 use super::App;
 use super::body::{BudgetShare, BufferedBody};
 use super::call::Call;
+use super::engine_body::EngineBody;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing, all_ranks};
 use super::queueing::QueueHints;
 use super::respond::is_open_stream;
@@ -57,7 +57,7 @@ pub(super) struct ResumableAnswer {
 pub(super) struct ResumedBody {
     /// Bytes that came with the head.
     pub early: Option<Bytes>,
-    pub body: Incoming,
+    pub body: EngineBody,
 }
 
 /// Why a stream ended before its last event. `None`: its body ended without an error.
@@ -167,7 +167,7 @@ impl ResumableAnswer {
         let share = app.bodies.charge(body.len());
         let body = BufferedBody::new(body, share.ok_or(ProxyError::BuffersFull)?);
         let route = PromptRoute::Completions;
-        let plan = app.plan(call.tenant(), route, &body).await?;
+        let plan = app.plan(call, route, &body).await?;
         let index = app.query_planned(&plan.prompt, plan.unhashed).await;
         let mut routing = Routing {
             model: plan.model,

@@ -121,10 +121,19 @@ async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
 }
 
 /// Serves a request with a tenant's key, or without tenants.
-async fn admit(app: &App, mut request: Request, next: Next) -> Response {
+async fn admit(app: &App, request: Request, next: Next) -> Response {
+    match entered(app, request) {
+        Ok(request) => next.run(request).await,
+        Err(refused) => *refused,
+    }
+}
+
+/// A request with a tenant's key, or without tenants, and what is known of its client. Else the
+/// answer to it.
+pub(super) fn entered(app: &App, mut request: Request) -> Result<Request, Box<Response>> {
     let DoorEntry { visit, settings } = match app.tenants.enter(request.headers_mut()) {
         Ok(entry) => entry,
-        Err(refusal) => return turned_away(app, refusal, request),
+        Err(refusal) => return Err(Box::new(turned_away(app, refusal, request))),
     };
     let explanation = Explanation::take(&settings, request.headers_mut());
     // Readers take the default where there is none.
@@ -139,7 +148,7 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     } else if let Some(tenant) = TenantName::hinted(&settings, &request) {
         request.extensions_mut().insert(tenant);
     }
-    next.run(request).await
+    Ok(request)
 }
 
 /// Whether a request uses none of its tenant's rates of requests: no engine works for it.

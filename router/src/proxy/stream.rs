@@ -16,12 +16,12 @@ use axum::http::StatusCode;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep};
 
 use super::attempt::Placement;
 use super::body::{BodyBudget, BudgetShare};
 use super::call::Call;
+use super::engine_body::EngineBody;
 use super::respond::AnswerReaders;
 use super::resume::{ResumableAnswer, ResumedBody, StreamLoss, resume};
 use super::silence::SilenceWatch;
@@ -147,7 +147,7 @@ impl FlightProgress {
 pub(super) struct TrackedBody {
     /// Bytes that came before the head was passed on.
     early: Option<Bytes>,
-    inner: Incoming,
+    inner: EngineBody,
     flight: Option<Flight>,
     /// Holds the flight while another worker is asked to go on.
     resuming: Option<Resuming>,
@@ -175,7 +175,7 @@ pub(super) enum BodyError {
 }
 
 impl TrackedBody {
-    pub(super) fn new(early: Option<Bytes>, inner: Incoming, flight: Flight) -> Self {
+    pub(super) fn new(early: Option<Bytes>, inner: EngineBody, flight: Flight) -> Self {
         let is_error = flight.status.is_client_error() || flight.status.is_server_error();
         let mut tracked = Self {
             error_end: is_error.then(|| Box::pin(sleep(ERROR_BODY_MAX))),
@@ -592,7 +592,7 @@ mod tests {
     use crate::metrics::RouteLabel;
 
     /// The body of an answer, which ends with the connection.
-    async fn incoming(body: &[u8]) -> Incoming {
+    async fn incoming(body: &[u8]) -> EngineBody {
         let (near, mut far) = tokio::io::duplex(1024);
         let connected = hyper::client::conn::http1::handshake(TokioIo::new(near)).await;
         let (mut sender, connection) = connected.unwrap();
@@ -602,7 +602,7 @@ mod tests {
         far.read_u8().await.unwrap();
         far.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
         far.write_all(body).await.unwrap();
-        answered.await.unwrap().unwrap().into_body()
+        answered.await.unwrap().unwrap().into_body().into()
     }
 
     /// Even if the rest is there already.

@@ -2,6 +2,7 @@
 //! durations.
 
 mod failing;
+mod gateway;
 mod hostile;
 mod images;
 mod moving;

@@ -20,6 +20,7 @@ use super::WorkerRule;
 use super::engines::EngineSettings;
 use super::keys::{AdminSettings, ExplainRule, InvalidSettings};
 use super::models::ModelTable;
+use super::picker::EndpointPickerSettings;
 use super::tenants::TenantRules;
 use super::tls::PortTls;
 use super::traces::TracingSettings;
@@ -55,6 +56,7 @@ pub struct Settings {
     pub(crate) completion_prompts: CompletionPrompts,
     connect_timeout_ms: Ranged<1, TIMEOUT_MS_MAX>,
     drain_timeout_secs: Seconds,
+    pub(crate) endpoint_picker: EndpointPickerSettings,
     engine_wait_timeout_secs: Seconds,
     first_token_timeout_secs: Seconds,
     half_closed_clients: HalfClosedRule,
@@ -91,6 +93,7 @@ impl Default for Settings {
             completion_prompts: CompletionPrompts::Text,
             connect_timeout_ms: Ranged(1000),
             drain_timeout_secs: Ranged(30),
+            endpoint_picker: EndpointPickerSettings::default(),
             engine_wait_timeout_secs: Ranged(0),
             first_token_timeout_secs: Ranged(0),
             half_closed_clients: HalfClosedRule::Abort,

@@ -31,7 +31,7 @@ pub enum PromptRoute {
 }
 
 impl PromptRoute {
-    const ALL: [Self; 8] = [
+    pub const ALL: [Self; 8] = [
         Self::ChatCompletions,
         Self::Completions,
         Self::Responses,

@@ -106,7 +106,7 @@ pub(super) fn event(number: usize) -> String {
 
 /// An engine whose every step is released by the test.
 pub(super) struct Engine {
-    url: String,
+    pub(super) url: String,
     ranks: u32,
     /// Reserves an address.
     kept: Option<TcpSocket>,
