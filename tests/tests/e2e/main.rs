@@ -44,6 +44,7 @@ mod credit;
 mod engine_load;
 mod faults;
 mod fleet;
+mod gateway;
 mod hostile;
 mod idle_connections;
 mod images;
