@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::{Path, Query, State};
-use axum::http::{StatusCode, header};
+use axum::extract::{Path, Query, Request, State};
+use axum::http::{StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::Deserialize;
@@ -32,6 +32,7 @@ use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
 use crate::route::DoubtedScope;
+use crate::selections::{Selections, TicketReport};
 use crate::setup_faults;
 use crate::sync::{ReplicaStatus, StatusDetail};
 use crate::tokenizers::ModelTokenizer;
@@ -48,6 +49,7 @@ pub(crate) struct Admin {
     pub deployment: Arc<Deployment>,
     /// `None`: with NATS, where the workers' shims register them.
     pub workers: Option<EmbeddedWorkers>,
+    pub selections: Arc<Selections>,
     pub pages: AdminPages,
 }
 
@@ -77,6 +79,9 @@ pub(crate) fn routes(admin: &Arc<Admin>) -> RouteTable {
         .route("/workers/{worker}", ByMethod, worker)
         .route("/v1/slots", ByMethod, get(slots))
         .route("/admin/decisions", ByMethod, get(decisions))
+        .route("/select", ByMethod, post(select))
+        .route("/first_token", ByMethod, post(first_token))
+        .route("/free", ByMethod, post(free))
         .route("/admin/drain", ByMethod, get(drain_phase).post(drain))
         .route("/admin/undrain", ByMethod, post(undrain))
         .route("/admin/workers/{worker}/drain", ByMethod, worker_drain)
@@ -88,6 +93,55 @@ pub(crate) fn routes(admin: &Arc<Admin>) -> RouteTable {
         .probes(&get(|| async { StatusCode::OK }), &get(readyz))
         .with_state(admin)
         .merge(queries.unwrap_or_default())
+}
+
+#[derive(Deserialize)]
+struct SelectQuery {
+    /// Of the request, at the engine.
+    path: Option<String>,
+    /// Addresses that may be chosen, with commas; absent: any.
+    endpoints: Option<String>,
+}
+
+/// Chooses a worker for the request in the body, which gets a slot and a ticket.
+async fn select(
+    State(admin): SharedAdmin,
+    Query(query): Query<SelectQuery>,
+    mut request: Request,
+) -> Response {
+    let path = query.path.as_deref().unwrap_or("/v1/completions");
+    let Some(path) = path
+        .parse::<Uri>()
+        .ok()
+        .filter(|path| path.authority().is_none())
+    else {
+        return (StatusCode::BAD_REQUEST, "path is not a path").into_response();
+    };
+    *request.uri_mut() = path;
+    let endpoints = query
+        .endpoints
+        .map(|list| list.split(',').map(str::to_owned).collect());
+    match admin.selections.select(request, endpoints).await {
+        Ok(selection) => Json(selection).into_response(),
+        Err(refused) => *refused,
+    }
+}
+
+/// The prefill of a selected request has ended. Each call keeps its ticket.
+async fn first_token(State(admin): SharedAdmin, Json(report): Json<TicketReport>) -> StatusCode {
+    found(admin.selections.first_token(&report.ticket).await)
+}
+
+/// A selected request has ended.
+async fn free(State(admin): SharedAdmin, Json(report): Json<TicketReport>) -> StatusCode {
+    found(admin.selections.free(&report).await)
+}
+
+const fn found(is_open: bool) -> StatusCode {
+    match is_open {
+        true => StatusCode::NO_CONTENT,
+        false => StatusCode::NOT_FOUND,
+    }
 }
 
 async fn readyz(State(admin): SharedAdmin) -> Response {

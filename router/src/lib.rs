@@ -45,6 +45,7 @@ pub mod replication;
 mod retry_budget;
 mod router_facts;
 pub mod run;
+mod selections;
 pub mod settings;
 mod setup_faults;
 pub mod shared_core;

@@ -19,6 +19,7 @@ use warmroute_process::server::ConnectionMetrics;
 
 use crate::answer_end::EngineFailure;
 use crate::picker::StreamEnd;
+use crate::selections::SelectionEnd;
 
 pub(crate) use labels::{
     CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RenderFailure,
@@ -71,6 +72,7 @@ struct EndMetrics {
     cancels: IntCounterVec,
     /// Of the endpoint picker.
     picked: IntCounterVec,
+    selected: IntCounterVec,
 }
 
 /// Requests that engines fail, and that another worker serves, or goes on with.
@@ -179,6 +181,11 @@ impl Metrics {
                 picked: counters(
                     "picker_streams_total",
                     "Requests of gateways, by how their streams ended",
+                    &["outcome"],
+                )?,
+                selected: counters(
+                    "selections_total",
+                    "Choices asked for on the admin port, by how their requests ended",
                     &["outcome"],
                 )?,
             },
@@ -341,6 +348,11 @@ impl Metrics {
     /// A stream of the endpoint picker has ended.
     pub(crate) fn picked(&self, end: StreamEnd) {
         count(&self.ends.picked, &[end.label()]);
+    }
+
+    /// A request of the admin port's `/select` has ended.
+    pub(crate) fn selected(&self, end: SelectionEnd) {
+        count(&self.ends.selected, &[end.label()]);
     }
 
     /// An engine failed an attempt.

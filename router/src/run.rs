@@ -12,11 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use anyhow::Context as _;
 use futures_util::future::OptionFuture;
+use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::time::{Duration, Instant, sleep_until, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
-use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
+use warmroute_process::access::{BindScope, PortAccess, RouteAccess, RouteTable};
 use warmroute_process::connection_threads::{self, ConnectionThreads};
 use warmroute_process::listen::bind;
 use warmroute_process::open_files::FileShares;
@@ -55,6 +56,7 @@ use crate::replication::Replication;
 use crate::retry_budget::RetryBudget;
 use crate::route::{Core, CoreConfig};
 use crate::router_facts::FactsWriter;
+use crate::selections::Selections;
 use crate::settings::{LiveSettings, Settings, SettingsWatcher};
 use crate::setup_faults;
 use crate::shared_core::SharedCore;
@@ -106,6 +108,33 @@ pub struct Running {
     operators: Port,
 }
 
+/// The sockets of the ports.
+struct Listeners {
+    public: TcpListener,
+    admin: TcpListener,
+    picker: Option<TcpListener>,
+}
+
+impl Listeners {
+    async fn bind(config: &Config, settings: &Settings) -> anyhow::Result<(Self, Addresses)> {
+        let picker = settings.endpoint_picker.address();
+        let listeners = Self {
+            public: bind(config.public).await?,
+            admin: bind(config.admin).await?,
+            picker: OptionFuture::from(picker.map(bind)).await.transpose()?,
+        };
+        let addresses = Addresses {
+            public: listeners
+                .public
+                .local_addr()
+                .context("the public address")?,
+            admin: listeners.admin.local_addr().context("the admin address")?,
+            picker,
+        };
+        Ok((listeners, addresses))
+    }
+}
+
 /// One port's connections and their shutdown.
 #[derive(Clone, Default)]
 struct Port {
@@ -155,15 +184,7 @@ impl Running {
         let tasks = Tasks::new(metrics.tasks_failed().clone());
         let background = tasks.on(background);
         let (settings, watcher) = live_settings(&config, &metrics)?;
-        let public = bind(config.public).await?;
-        let admin = bind(config.admin).await?;
-        let gateways = settings.current().endpoint_picker.address();
-        let picker = OptionFuture::from(gateways.map(bind)).await.transpose()?;
-        let addresses = Addresses {
-            public: public.local_addr().context("the public address")?,
-            admin: admin.local_addr().context("the admin address")?,
-            picker: gateways,
-        };
+        let (listeners, addresses) = Listeners::bind(&config, &settings.current()).await?;
         let tokenizers = Arc::<Tokenizers>::default();
         let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
         let shares = file_shares(&config, &settings.current());
@@ -197,38 +218,46 @@ impl Running {
             addresses,
             admin_routes: admin_routes.entries().collect(),
             tasks: tasks.clone(),
-            app: Arc::clone(&app),
+            app,
             clients,
             operators: Port::default(),
         };
-        let server = |listener, router, connections_max, files, clients| Server {
+        let connections_max = shares.clients.min(config.limits.connections);
+        let bounds = (connections_max, files.connections);
+        running.serve(listeners, admin_routes, bounds, &background);
+        Ok(running)
+    }
+
+    /// Serves the ports. `bounds`: those of clients and gateways.
+    fn serve(
+        &self,
+        listeners: Listeners,
+        admin_routes: RouteTable,
+        bounds: (usize, ConnectionFiles),
+        background: &Tasks,
+    ) {
+        let (app, settings) = (&self.app, &self.app.settings);
+        let server = |listener, router, bounds: (usize, ConnectionFiles), clients| Server {
             listener,
             router,
-            connections_max,
-            files,
-            connections: running.app.metrics.connections().clone(),
+            connections_max: bounds.0,
+            files: bounds.1,
+            connections: app.metrics.connections().clone(),
             clients,
         };
-        let settings = &running.app.settings;
-        let connections_max = shares.clients.min(config.limits.connections);
-        let rules = public_rules(settings);
-        let files = files.connections;
-        if let Some(picker) = picker {
-            let (router, files) = (picker::router(Arc::clone(&app)), files.clone());
-            let rules = gateway_rules(settings);
-            let picker = server(picker, router, connections_max, files, rules);
-            running.clients.serve(&tasks, "endpoint picker", picker);
+        if let Some(picker) = listeners.picker {
+            let (router, rules) = (picker::router(Arc::clone(app)), gateway_rules(settings));
+            let picker = server(picker, router, bounds.clone(), rules);
+            self.clients.serve(&self.tasks, "endpoint picker", picker);
         }
-        let router = proxy::router(app);
-        let public = server(public, router, connections_max, files, rules);
-        running.clients.serve(&tasks, "public", public);
-        let access = admin_access(settings, addresses.admin);
+        let (router, rules) = (proxy::router(Arc::clone(app)), public_rules(settings));
+        let public = server(listeners.public, router, bounds, rules);
+        self.clients.serve(&self.tasks, "public", public);
+        let access = admin_access(settings, self.addresses.admin);
         let router = admin_routes.guarded(&access);
-        let rules = admin_rules(settings);
-        let files = ConnectionFiles::default();
-        let admin = server(admin, router, ADMIN_CONNECTIONS_MAX, files, rules);
-        running.operators.serve(&background, "admin", admin);
-        Ok(running)
+        let bounds = (ADMIN_CONNECTIONS_MAX, ConnectionFiles::default());
+        let admin = server(listeners.admin, router, bounds, admin_rules(settings));
+        self.operators.serve(background, "admin", admin);
     }
 
     /// A task ended early.
@@ -387,6 +416,7 @@ impl Services {
             ready,
         });
         let admin = Admin {
+            selections: selections(&app, tasks),
             router,
             app: Arc::clone(&app),
             registry,
@@ -578,6 +608,14 @@ impl Services {
         self.background
             .spawn("engine load", reader.run(self.background.stop.clone()));
     }
+}
+
+/// The tickets of the admin port, and the task that lets them expire.
+fn selections(app: &Arc<App>, tasks: &Tasks) -> Arc<Selections> {
+    let selections = Selections::new(app);
+    let expiry = Arc::clone(&selections).expire(tasks.stop.clone());
+    tasks.spawn("selections", expiry);
+    selections
 }
 
 fn admin_rules(settings: &Arc<LiveSettings>) -> ClientRules {

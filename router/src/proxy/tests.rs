@@ -10,6 +10,7 @@ mod peer_hints;
 mod queueing;
 mod resuming;
 mod routes;
+mod selections;
 mod tenants;
 mod tracing;
 mod waiting;

@@ -54,114 +54,67 @@ fn play(messages: &[&str]) -> Vec<String> {
 
 #[test]
 fn recorded_orders_get_the_answers_that_envoy_expects() {
-    for (messages, expected) in [
-        // A chat by HTTP/1.1: the end stands on an empty message.
+    let request = "request_headers, request_body 252, request_body 0+";
+    let answered = "request_headers, request_body 252+";
+    let same = "response_headers, response_body 300, response_body 0+";
+    for (sent, expected) in [
+        // By HTTP/1.1: the end stands on an empty message.
+        (format!("{request}, {same}"), format!("{answered}, {same}")),
+        // By HTTP/2.
+        (format!("{answered}, {same}"), format!("{answered}, {same}")),
+        // A HEAD.
         (
-            &[
-                "request_headers",
-                "request_body 200",
-                "request_body 0+",
-                "response_headers",
-                "response_body 900",
-                "response_body 0+",
-            ][..],
-            &[
-                "request_headers",
-                "request_body 200+",
-                "response_headers",
-                "response_body 900",
-                "response_body 0+",
-            ][..],
+            "request_headers+, response_headers+".to_owned(),
+            "request_headers, response_headers".to_owned(),
         ),
-        // 1 MiB, as large as Envoy's buffer.
+        // A GET.
         (
-            &[
-                "request_headers",
-                "request_body 65393",
-                "request_body 983183",
-                "request_body 0+",
-                "response_headers",
-                "response_body 10+",
-            ],
-            &[
-                "request_headers",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536",
-                "request_body 65536+",
-                "response_headers",
-                "response_body 10+",
-            ],
+            format!("request_headers+, {same}"),
+            format!("request_headers, {same}"),
         ),
-        // A GET, and an answer without a body.
+        // No engine answers: Envoy does.
         (
-            &["request_headers+", "response_headers+"],
-            &["request_headers", "response_headers"],
-        ),
-        // An empty body of unknown length.
-        (
-            &[
-                "request_headers",
-                "request_body 0+",
-                "response_headers",
-                "response_body 0+",
-            ],
-            &[
-                "request_headers",
-                "request_body 0+",
-                "response_headers",
-                "response_body 0+",
-            ],
-        ),
-        // HTTP/2 with trailers both ways: they are the end.
-        (
-            &[
-                "request_headers",
-                "request_body 5",
-                "request_trailers",
-                "response_headers",
-                "response_body 7",
-                "response_trailers",
-            ],
-            &[
-                "request_headers",
-                "request_body 5",
-                "request_trailers",
-                "response_headers",
-                "response_body 7",
-                "response_trailers",
-            ],
-        ),
-        // Trailers without a body.
-        (
-            &[
-                "request_headers",
-                "request_trailers",
-                "response_headers",
-                "response_trailers",
-            ],
-            &[
-                "request_headers",
-                "request_trailers",
-                "response_headers",
-                "response_trailers",
-            ],
+            format!("{request}, response_headers, response_body 121+"),
+            format!("{answered}, response_headers, response_body 121+"),
         ),
     ] {
-        assert_eq!(play(messages), expected, "{messages:?}");
+        let sent: Vec<&str> = sent.split(", ").collect();
+        assert_eq!(play(&sent).join(", "), expected, "{sent:?}");
     }
+}
+
+/// Trailers are the end, so that no piece carries it.
+#[test]
+fn orders_with_trailers_and_without_a_body_get_their_answers() {
+    for same in [
+        "request_headers, request_body 5, request_trailers, \
+         response_headers, response_body 7, response_trailers",
+        "request_headers, request_trailers, response_headers, response_trailers",
+        "request_headers, request_body 0+, response_headers, response_body 0+",
+    ] {
+        let sent: Vec<&str> = same.split(", ").collect();
+        assert_eq!(play(&sent).join(", "), same);
+    }
+}
+
+/// 1 MiB, as large as Envoy's buffer, came as two pieces.
+#[test]
+fn a_large_body_goes_in_pieces_of_64_kib() {
+    let sent = [
+        "request_headers",
+        "request_body 1048425",
+        "request_body 151",
+        "request_body 0+",
+    ];
+    let answered = ["response_headers", "response_body 301", "response_body 0+"];
+    let answers = play(&[&sent[..], &answered].concat());
+    let (head, rest) = answers.split_first().unwrap();
+    let (pieces, response) = rest.split_at(16);
+    assert_eq!(head, "request_headers");
+    let (last, others) = pieces.split_last().unwrap();
+    assert!(others.iter().all(|piece| piece == "request_body 65536"));
+    assert_eq!(last, "request_body 65536+");
+    assert_eq!(response, answered);
 }
 
 /// An engine may answer before it has the request's body.
