@@ -97,7 +97,7 @@ pub(crate) fn routes(admin: &Arc<Admin>) -> RouteTable {
 
 #[derive(Deserialize)]
 struct SelectQuery {
-    /// Of the request, at the engine.
+    /// The request's path at the engine.
     path: Option<String>,
     /// Addresses that may be chosen, with commas; absent: any.
     endpoints: Option<String>,

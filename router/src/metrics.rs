@@ -70,7 +70,7 @@ pub(crate) struct Metrics {
 /// Requests that others than this router end.
 struct EndMetrics {
     cancels: IntCounterVec,
-    /// Of the endpoint picker.
+    /// Streams of the endpoint picker.
     picked: IntCounterVec,
     selected: IntCounterVec,
 }

@@ -93,7 +93,7 @@ const TASKS_END: Duration = Duration::from_secs(5);
 pub struct Addresses {
     pub public: SocketAddr,
     pub admin: SocketAddr,
-    /// Of the endpoint picker, if gateways are served.
+    /// The endpoint picker's, if gateways are served.
     pub picker: Option<SocketAddr>,
 }
 

@@ -128,7 +128,7 @@ impl Messages {
 }
 
 /// What the proxy does with the request.
-enum Served {
+enum ProxyStage {
     /// It has not answered.
     Waiting {
         response: BoxFuture<'static, Response<Body>>,
@@ -155,7 +155,7 @@ enum Step {
     Broken,
 }
 
-impl Served {
+impl ProxyStage {
     /// Cancel-safe.
     async fn step(&mut self) -> Step {
         match self {
@@ -228,7 +228,7 @@ impl Inlet {
 /// One stream between its first message and its end.
 struct Session {
     exchange: Exchange,
-    served: Served,
+    served: ProxyStage,
     request: Inlet,
     response: Inlet,
     /// To be taken by the engine's head.
@@ -312,7 +312,7 @@ impl Session {
         proxied.extensions_mut().insert(link);
         Self {
             exchange,
-            served: Served::Waiting {
+            served: ProxyStage::Waiting {
                 response: crate::proxy::gateway::serve(Arc::clone(app), proxied).boxed(),
                 routed: Some(routed),
             },
@@ -339,7 +339,7 @@ impl Session {
                 };
                 return Ok(());
             }
-            if matches!(self.served, Served::Cut) && !self.exchange.has_answer() {
+            if matches!(self.served, ProxyStage::Cut) && !self.exchange.has_answer() {
                 return Err(StreamFault::Cut);
             }
             if self.exchange.is_refused() {
@@ -350,7 +350,7 @@ impl Session {
             let is_free = self.request.waiting.is_none() && self.response.waiting.is_none();
             // A piece of the response comes when the one before it is sent.
             let may_step =
-                matches!(self.served, Served::Waiting { .. }) || !self.exchange.has_answer();
+                matches!(self.served, ProxyStage::Waiting { .. }) || !self.exchange.has_answer();
             tokio::select! {
                 permit = answers.reserve(), if self.exchange.has_answer() => {
                     let Ok(permit) = permit else { return Ok(()) };
@@ -422,11 +422,11 @@ impl Session {
         is_end: bool,
     ) -> Result<(), StreamFault> {
         let (status, headers) = heads::response(headers)?;
-        let is_routed = matches!(self.served, Served::Waiting { routed: None, .. });
+        let is_routed = matches!(self.served, ProxyStage::Waiting { routed: None, .. });
         let answer = self.answer.take().filter(|_| is_routed);
         let Some(answer) = answer else {
             // The gateway waits no longer for a choice.
-            self.served = Served::Over;
+            self.served = ProxyStage::Over;
             self.request = Inlet::default();
             self.echoes = true;
             self.exchange.give_up_request();
@@ -474,22 +474,22 @@ impl Session {
                 let (parts, body) = response.into_parts();
                 let headers = heads::changes(&self.response_headers, &parts.headers);
                 self.exchange.respond(headers);
-                self.served = Served::Answering(body);
+                self.served = ProxyStage::Answering(body);
             }
             Step::Response(response) => {
-                self.served = Served::Over;
+                self.served = ProxyStage::Over;
                 self.exchange.refuse(immediate(response).await);
             }
             Step::Piece { bytes, is_end } => {
                 self.exchange.respond_piece(bytes);
                 if is_end && self.exchange.is_received(Side::Response) {
-                    self.served = Served::Over;
+                    self.served = ProxyStage::Over;
                     self.exchange.respond_end();
                 } else if is_end {
-                    self.served = Served::Cut;
+                    self.served = ProxyStage::Cut;
                 }
             }
-            Step::Broken => self.served = Served::Cut,
+            Step::Broken => self.served = ProxyStage::Cut,
         }
     }
 }

@@ -497,7 +497,7 @@ impl App {
 }
 
 impl AttemptHistory {
-    /// Of a request that is not repeated.
+    /// A history after which a request is not repeated.
     pub(super) fn last() -> Self {
         Self {
             attempts: ATTEMPTS_MAX,

@@ -142,7 +142,7 @@ impl GatewayLink {
 
 /// The endpoint that answered; an extension of the engine's response.
 #[derive(Clone)]
-struct Served(String);
+struct ServedEndpoint(String);
 
 impl GatewayAnswer {
     fn into_response(self) -> EngineResponse {
@@ -151,7 +151,7 @@ impl GatewayAnswer {
         *response.headers_mut() = self.headers;
         response.extensions_mut().insert(FromGateway);
         if let Some(served) = self.served {
-            response.extensions_mut().insert(Served(served));
+            response.extensions_mut().insert(ServedEndpoint(served));
         }
         response
     }
@@ -234,7 +234,7 @@ impl App {
             placement.slot.fail();
             return Ok(EngineAnswer { head, placement });
         }
-        if let Some(Served(served)) = head.response.extensions_mut().remove() {
+        if let Some(ServedEndpoint(served)) = head.response.extensions_mut().remove() {
             self.follow(routing, call, &mut placement, &served, &mut history);
         }
         match self.judge(routing, &mut history, EngineAnswer { head, placement }) {
