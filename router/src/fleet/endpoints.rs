@@ -48,6 +48,11 @@ impl EndpointTable {
         self.workers.get(worker)
     }
 
+    /// A source that gateways cannot send to, if there is one.
+    pub(crate) fn unaddressed(&self) -> Option<&Source> {
+        self.unaddressed.first()
+    }
+
     /// The worker at an address.
     pub(crate) fn worker_at(&self, address: &str) -> Option<(&WorkerId, &Endpoint)> {
         let mut workers = self.workers.iter();

@@ -39,6 +39,7 @@ pub(crate) const UPSTREAM_TIME: HeaderName =
     HeaderName::from_static("x-envoy-upstream-service-time");
 
 static ELSEWHERE: LogLimit = LogLimit::new();
+static NAMED: LogLimit = LogLimit::new();
 
 /// The way of one request through a gateway; an extension of it.
 #[derive(Clone)]
@@ -209,7 +210,10 @@ impl App {
             match self.admit(routing, &tried, call) {
                 Ok(placement) => break placement,
                 Err(_) if routing.excluded.end_hint() => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => {
+                    warn_of_names(endpoints);
+                    return Err(error.into());
+                }
             }
         };
         pass.admitted(self, routing, call);
@@ -325,7 +329,7 @@ impl App {
         });
         if let Some(left_out) = ELSEWHERE.admit() {
             let is_known = at.is_some();
-            tracing::warn!(chosen = %source, served, is_known, left_out, "gateway sent a request elsewhere");
+            tracing::warn!(chosen = %source, served, is_known, left_out, "gateway sent it elsewhere");
         }
         placement.slot.fail();
         self.metrics.retried(RetryReason::Gateway);
@@ -335,6 +339,16 @@ impl App {
             placement.watch = None;
             placement.moved_from = Some(Box::new(first.decision));
         }
+    }
+}
+
+/// Gateways cannot send to workers that are named in place of an address.
+fn warn_of_names(endpoints: &EndpointTable) {
+    if let Some(source) = endpoints.unaddressed()
+        && let Some(left_out) = NAMED.admit()
+    {
+        let worker = &source.worker;
+        tracing::warn!(%worker, left_out, "worker without an IP address in its URL gets nothing of gateways");
     }
 }
 
