@@ -60,7 +60,15 @@ label_enum! {
 /// The open tickets.
 pub(crate) struct Selections {
     app: Arc<App>,
-    tickets: Mutex<BTreeMap<Uuid, Ticket>>,
+    tickets: Mutex<BTreeMap<Uuid, OpenTicket>>,
+}
+
+/// A report waits for the one before it. `None`: another report has freed it.
+type SharedTicket = Arc<tokio::sync::Mutex<Option<Ticket>>>;
+
+struct OpenTicket {
+    ticket: SharedTicket,
+    expires: Instant,
 }
 
 /// What `/free` says of a request.
@@ -108,7 +116,6 @@ struct Ticket {
     /// Taken by the first report.
     answer: Option<oneshot::Sender<GatewayAnswer>>,
     pieces: Option<mpsc::Sender<BodyPiece>>,
-    expires: Instant,
 }
 
 /// A request in the proxy. Dropped, it frees its slot.
@@ -149,9 +156,8 @@ impl Selections {
             held: Held::Waiting(response),
             answer: Some(answer),
             pieces: None,
-            expires: Instant::now() + EXPIRY,
         };
-        if !self.keep(id, ticket) {
+        if !self.open(id, ticket) {
             self.app.metrics.selected(SelectionEnd::Refused);
             let full = "too many tickets are open";
             let full = (StatusCode::SERVICE_UNAVAILABLE, full);
@@ -162,19 +168,23 @@ impl Selections {
 
     /// The request has its first token. Returns whether the ticket is open.
     pub(crate) async fn first_token(&self, id: &str) -> bool {
-        let Some((id, mut ticket)) = self.take(id) else {
+        let Some(ticket) = self.renewed(id) else {
             return false;
         };
-        ticket
-            .report(StatusCode::OK, EVENTS, OUTPUT.into(), false)
-            .await;
-        ticket.expires = Instant::now() + EXPIRY;
-        self.keep(id, ticket)
+        let mut ticket = ticket.lock().await;
+        if let Some(ticket) = &mut *ticket {
+            let output = OUTPUT.to_owned();
+            ticket.report(StatusCode::OK, EVENTS, output, false).await;
+        }
+        ticket.is_some()
     }
 
     /// The request has ended. Returns whether the ticket was open.
     pub(crate) async fn free(&self, report: &TicketReport) -> bool {
-        let Some((_, mut ticket)) = self.take(&report.ticket) else {
+        let Some(ticket) = self.closed(&report.ticket) else {
+            return false;
+        };
+        let Some(mut ticket) = ticket.lock().await.take() else {
             return false;
         };
         let usage = report.usage.as_ref();
@@ -221,32 +231,43 @@ impl Selections {
     }
 
     fn sweep(&self, now: Instant) {
-        let expired: Vec<Ticket> = self
+        let expired: Vec<OpenTicket> = self
             .tickets()
-            .extract_if(.., |_, ticket| ticket.expires <= now)
-            .map(|(_, ticket)| ticket)
+            .extract_if(.., |_, open| open.expires <= now)
+            .map(|(_, open)| open)
             .collect();
-        for ticket in expired {
+        for open in expired {
             // Frees its slot, outside of the lock.
-            drop(ticket);
+            drop(open);
             self.app.metrics.selected(SelectionEnd::Expired);
         }
     }
 
-    fn keep(&self, id: Uuid, ticket: Ticket) -> bool {
+    /// Returns whether there is a place for it.
+    fn open(&self, id: Uuid, ticket: Ticket) -> bool {
         let mut tickets = self.tickets();
         let has_room = tickets.len() < TICKETS_MAX;
         if has_room {
-            tickets.insert(id, ticket);
+            let ticket = Arc::new(tokio::sync::Mutex::new(Some(ticket)));
+            let expires = Instant::now() + EXPIRY;
+            tickets.insert(id, OpenTicket { ticket, expires });
         }
         has_room
     }
 
-    fn take(&self, id: &str) -> Option<(Uuid, Ticket)> {
-        self.tickets().remove_entry(&Uuid::parse_str(id).ok()?)
+    fn renewed(&self, id: &str) -> Option<SharedTicket> {
+        let mut tickets = self.tickets();
+        let open = tickets.get_mut(&Uuid::parse_str(id).ok()?)?;
+        open.expires = Instant::now() + EXPIRY;
+        Some(Arc::clone(&open.ticket))
     }
 
-    fn tickets(&self) -> MutexGuard<'_, BTreeMap<Uuid, Ticket>> {
+    fn closed(&self, id: &str) -> Option<SharedTicket> {
+        let open = self.tickets().remove(&Uuid::parse_str(id).ok()?)?;
+        Some(open.ticket)
+    }
+
+    fn tickets(&self) -> MutexGuard<'_, BTreeMap<Uuid, OpenTicket>> {
         self.tickets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

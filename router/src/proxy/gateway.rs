@@ -260,17 +260,18 @@ impl App {
         let headers = self.engine_headers(request, &decision.source, &decision.url);
         let mut others: Vec<_> = decision.compared.iter().collect();
         others.sort_by(|one, other| one.cost.total_cmp(&other.cost));
+        let mut workers = vec![decision.source.worker.clone()];
         let core = self.core.core();
-        let others = others.iter().filter_map(|one| core.source(one.source));
-        let others: Vec<Source> = others.cloned().collect();
-        drop(core);
-        let mut workers = vec![&decision.source.worker];
-        for other in &others {
-            if workers.len() < ATTEMPTS_MAX && !workers.contains(&&other.worker) {
-                workers.push(&other.worker);
+        for other in others.iter().filter_map(|one| core.source(one.source)) {
+            if workers.len() == ATTEMPTS_MAX {
+                break;
+            }
+            if !workers.contains(&other.worker) {
+                workers.push(other.worker.clone());
             }
         }
-        let addresses = workers.into_iter().filter_map(|worker| {
+        drop(core);
+        let addresses = workers.iter().filter_map(|worker| {
             let endpoint = endpoints.get(worker)?;
             let source = Source {
                 worker: worker.clone(),

@@ -23,7 +23,7 @@ use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
 use crate::openai;
 use crate::settings::is_plain_path;
-use crate::tenants::{DoorEntry, DoorRefusal};
+use crate::tenants::{DoorEntry, DoorRefusal, TenantVisit};
 
 /// Forwarded to a worker as they are. `POST` only.
 pub(super) const FORWARDED: [&str; 20] = [
@@ -123,7 +123,13 @@ async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
 /// Serves a request with a tenant's key, or without tenants.
 async fn admit(app: &App, request: Request, next: Next) -> Response {
     match entered(app, request) {
-        Ok(request) => next.run(request).await,
+        Ok(request) => {
+            let visit = request.extensions().get::<Arc<TenantVisit>>();
+            if let Some(visit) = visit.filter(|_| is_free(request.uri().path())) {
+                visit.refund_request();
+            }
+            next.run(request).await
+        }
         Err(refused) => *refused,
     }
 }
@@ -141,9 +147,6 @@ pub(super) fn entered(app: &App, mut request: Request) -> Result<Request, Box<Re
         request.extensions_mut().insert(explanation);
     }
     if let Some(visit) = visit {
-        if is_free(request.uri().path()) {
-            visit.refund_request();
-        }
         request.extensions_mut().insert(visit);
     } else if let Some(tenant) = TenantName::hinted(&settings, &request) {
         request.extensions_mut().insert(tenant);
@@ -151,7 +154,7 @@ pub(super) fn entered(app: &App, mut request: Request) -> Result<Request, Box<Re
     Ok(request)
 }
 
-/// Whether a request uses none of its tenant's rates of requests: no engine works for it.
+/// Whether a request uses none of its tenant's rates of requests: the router answers it itself.
 fn is_free(path: &str) -> bool {
     path == "/v1/models" || path.starts_with("/v1/models/")
 }

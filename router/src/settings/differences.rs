@@ -3,7 +3,12 @@
 use toml::{Table, Value};
 
 /// Keys that are read at the start only.
-const AT_START: [&str; 2] = ["prefix_hash_load_percent", "request_threads"];
+const AT_START: [&str; 4] = [
+    "endpoint_picker.host",
+    "endpoint_picker.port",
+    "prefix_hash_load_percent",
+    "request_threads",
+];
 
 /// The changed keys as lines of TOML. Rows of keys are named and not shown.
 pub(super) fn differences(before: &Table, now: &Table) -> Vec<String> {
@@ -72,7 +77,17 @@ mod tests {
         check("", "a = [\"b\", 1]", &["a = [\"b\", 1]"]);
         let restart = "request_threads = 2 (from the next start on)";
         check("request_threads = 1", "request_threads = 2", &[restart]);
+        let picker = "endpoint_picker.port = 9002 (from the next start on)";
+        check("", "[endpoint_picker]\nport = 9002", &[picker]);
         let tenant = "[[tenants]]\nname = \"t\"\nkeys = [{ id = \"k\", sha256 = \"00\" }]";
         check("", tenant, &["tenants changed"]);
+    }
+
+    #[test]
+    fn what_needs_a_restart_is_what_the_reference_names() {
+        let rows = include_str!("../../../docs/REFERENCE.md").lines();
+        let rows = rows.filter(|row| row.starts_with("| `") && row.contains("at start"));
+        let named: Vec<&str> = rows.filter_map(|row| row.split('`').nth(1)).collect();
+        assert_eq!(named, AT_START);
     }
 }

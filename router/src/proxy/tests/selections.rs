@@ -58,6 +58,25 @@ async fn a_ticket_holds_a_slot_until_it_is_freed() {
     assert_eq!(world.metric("selections_total{outcome=\"completed\"}"), 2);
 }
 
+/// A caller need not wait for one report before it sends the next.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reports_that_cross_leave_no_ticket() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let selections = Selections::new(&world.app);
+    for _ in 0..200 {
+        let selected = select(&selections, &body(4)).await;
+        let freed = report(&selected.ticket, Outcome::Completed, None);
+        let first = Arc::clone(&selections);
+        let first =
+            TaskTracker::new().spawn(async move { first.first_token(&selected.ticket).await });
+        assert!(selections.free(&freed).await);
+        first.await.unwrap();
+        assert!(!selections.free(&freed).await);
+    }
+    world.until_quiet().await;
+}
+
 #[tokio::test]
 async fn what_ends_otherwise_frees_its_slot_too() {
     let engine = Engine::start().await;
