@@ -23,7 +23,7 @@ start_indexer() {
 step "starting nats-server, two mock engines with shims, two indexers, two routers"
 start_nats
 nats=(--nats-url "nats://127.0.0.1:$nats_port" --namespace quickstart)
-"$target/warmroute-indexer" "${nats[@]}" init >"$run/init.out" 2>"$run/init.err" || { cat "$run/init.err" >&2; exit 1; }
+"$target/warmroute-indexer" "${nats[@]}" init --max-bytes 64MiB >"$run/init.out" 2>"$run/init.err" || { cat "$run/init.err" >&2; exit 1; }
 start_engines
 for name in "${workers[@]}"; do
   start "shim-$name" "$target/warmroute-shim" "${nats[@]}" --host 127.0.0.1 --port 0 \

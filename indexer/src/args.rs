@@ -188,7 +188,7 @@ pub struct InitArgs {
     #[arg(long, env = "WARMROUTE_REPLICAS", default_value_t = 1)]
     pub replicas: usize,
     /// Bytes of the log on each node; beyond, the oldest records are dropped. At least four times
-    /// all workers' blocks at 16 bytes each.
+    /// all workers' blocks at 16 bytes each. Snapshots get twice as much. The server reserves both.
     #[arg(
         long, env = "WARMROUTE_MAX_BYTES", value_name = "BYTES", default_value = "2GiB",
         value_parser = bytes::<u64>
@@ -212,12 +212,16 @@ pub struct InitArgs {
     pub wait_secs: u64,
 }
 
+/// Snapshots grow with what the log's bound grows with, the workers' blocks.
+const SNAPSHOTS_BYTES_MIN: u64 = 64 << 20;
+
 impl From<InitArgs> for InitConfig {
     fn from(init: InitArgs) -> Self {
         Self {
             replicas: init.replicas,
             max_bytes: init.max_bytes,
             max_age: Duration::from_secs(init.max_age_secs),
+            snapshots_max_bytes: init.max_bytes.saturating_mul(2).max(SNAPSHOTS_BYTES_MIN),
             existing: match init.resize {
                 true => ExistingStreams::Enlarge,
                 false => ExistingStreams::Keep,
@@ -314,6 +318,7 @@ mod tests {
         };
         let config = InitConfig::from(init);
         assert_eq!((config.replicas, config.max_bytes), (3, 1 << 30));
+        assert_eq!(config.snapshots_max_bytes, 2 << 30);
         assert_eq!(config.max_age, Duration::from_secs(86_400));
     }
 }

@@ -71,6 +71,25 @@ async fn init_creates_verifies_and_tells_the_difference() {
     );
 }
 
+/// The server reserves the bound of each stream, whatever is in it.
+#[tokio::test]
+async fn init_says_what_a_store_without_room_needs() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("nats.conf");
+    std::fs::write(&file, "jetstream { max_file_store: 512MB }").unwrap();
+    let server = NatsServer::start_with(&["-c".into(), file.into()], &[]).await;
+    let (text, ok) = init(&server.url(), &["--max-bytes", "256MiB"]);
+    assert!(!ok);
+    assert!(text.contains("OBJ_wr_t: insufficient storage"), "{text}");
+    let advice = "it reserves 536870912 bytes of the server's max_file_store";
+    assert!(text.contains(advice), "{text}");
+    let (text, ok) = init(&server.url(), SMALL);
+    assert!(
+        !ok && text.contains("max_bytes is 268435456, must be 131072"),
+        "{text}"
+    );
+}
+
 #[tokio::test]
 async fn a_wrong_set_up_is_refused_with_the_difference() {
     let server = NatsServer::start().await;

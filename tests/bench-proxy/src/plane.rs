@@ -77,7 +77,7 @@ impl Plane {
     /// Creates the streams.
     fn init(&self, indexer: &Path) -> anyhow::Result<()> {
         let mut command = Command::new(indexer);
-        command.args(["--nats-url", &self.url(), "--log", "warn", "init"]);
+        command.args(["--nats-url", &self.url(), "--log", "warn", "init", "--max-bytes", "128MiB"]);
         let output = command.output().with_context(|| format!("{command:?}"))?;
         let errors = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "init: {errors}");

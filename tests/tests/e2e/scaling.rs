@@ -420,7 +420,7 @@ async fn a_log_is_enlarged_in_place() {
         "init",
         "--resize",
         "--max-bytes",
-        "3GiB",
+        "192MiB",
         "--wait-secs",
         "5",
     ];
@@ -436,7 +436,7 @@ async fn a_log_is_enlarged_in_place() {
         assert!(Instant::now() < deadline, "the permission was granted");
     }
     let (code, _) = fleet
-        .command("init", &["init", "--max-bytes", "3GiB"])
+        .command("init", &["init", "--max-bytes", "192MiB"])
         .await;
     assert_eq!(code, Some(0), "the log has the new size");
     println!("{} requests, none failed", clients.end().await);

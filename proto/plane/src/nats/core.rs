@@ -101,6 +101,7 @@ pub(super) struct ServerFault {
 impl ServerFault {
     const STREAM_NOT_FOUND: u64 = 10059;
     const NAME_IN_USE: u64 = 10058;
+    const NO_STORAGE: u64 = 10047;
     const WRONG_LAST_SEQUENCE: [u64; 2] = [10071, 10164];
     /// Incomplete results, cluster not available, node is not the leader.
     const NO_LEADER: [u64; 3] = [10004, 10008, 10009];
@@ -112,6 +113,11 @@ impl ServerFault {
     /// Whether the cluster only lacks a leader: a retry helps.
     pub(super) fn is_transient(&self) -> bool {
         Self::NO_LEADER.contains(&self.err_code)
+    }
+
+    /// Whether the server cannot reserve a stream's bytes.
+    pub(super) const fn is_without_room(&self) -> bool {
+        self.err_code == Self::NO_STORAGE
     }
 
     pub(super) const fn is_name_in_use(&self) -> bool {

@@ -239,12 +239,20 @@ async fn put(core: &NatsCore, operation: &str, wanted: &Config) -> Result<(), Na
         Err(JetStreamError::Server(fault)) if fault.is_transient() => {
             Err(NatsError::Unreachable(fault.description))
         }
-        Err(JetStreamError::Server(ServerFault {
-            err_code,
-            description,
-        })) => {
-            let stream = &wanted.name;
-            let why = format!("{stream}: {description} ({err_code})");
+        Err(JetStreamError::Server(fault)) => {
+            let (stream, bytes) = (&wanted.name, wanted.max_bytes);
+            let advice = match fault.is_without_room() {
+                true => format!(
+                    ": it reserves {bytes} bytes of the server's max_file_store, by default three \
+                     quarters of the free disk at its start; raise that, or lower --max-bytes"
+                ),
+                false => String::new(),
+            };
+            let ServerFault {
+                err_code,
+                description,
+            } = fault;
+            let why = format!("{stream}: {description} ({err_code}){advice}");
             Err(NatsError::Refused(why))
         }
         Err(JetStreamError::Plane(error)) => Err(failed(&error, &core.link)),

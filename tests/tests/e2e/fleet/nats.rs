@@ -265,6 +265,10 @@ impl Fleet {
         let mut arguments = self.parts().plane_flags("init");
         arguments.push("init".to_owned());
         arguments.extend(strings(self.flags.init));
+        if !arguments.iter().any(|argument| argument == "--max-bytes") {
+            // The server reserves what the log may have.
+            arguments.extend(strings(&["--max-bytes", "128MiB"]));
+        }
         let made = Command::new(INDEXER).args(&arguments).output();
         let made = made.expect("the indexer starts");
         let said = String::from_utf8_lossy(&made.stderr);
