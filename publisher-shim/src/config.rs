@@ -6,7 +6,7 @@ use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::EngineTls;
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
-use crate::engine::EngineKeySource;
+use crate::engine_key::EngineKeySource;
 use crate::mirror::Assumptions;
 use crate::state_dir::CheckpointStore;
 

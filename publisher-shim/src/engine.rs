@@ -23,7 +23,6 @@ use crate::config::{Endpoints, ShimConfig};
 use crate::source::{FlushResult, ReplayId};
 use drained_feed::{DrainedFeed, EventDrain};
 use http::EngineHttp;
-pub use http::{EngineKey, EngineKeyError, EngineKeySource};
 use zmq_feed::ZmqFeed;
 
 /// Messages of one socket in one read. Other sockets and tasks run in between.

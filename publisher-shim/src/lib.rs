@@ -10,13 +10,14 @@
 pub mod args;
 mod config;
 pub mod engine;
+mod engine_key;
 pub mod http;
 pub mod metrics;
 mod service;
 mod state_dir;
 
 pub use config::{Endpoints, OUTBOX_BYTES_MAX, ShimConfig};
-pub use engine::{EngineKey, EngineKeyError, EngineKeySource};
+pub use engine_key::{EngineKey, EngineKeyError, EngineKeySource};
 pub use service::{EngineFault, Error, Handle, NotReady, Service, TaskFailed};
 pub use state_dir::{CheckpointStore, StateDir, StateDirError};
 pub use warmroute_mirror::{checkpoint, mirror, source, wire};

@@ -1,6 +1,9 @@
 //! The admin port: the router's state in metrics and in JSON. An embedded router shows its
 //! indexer's and its shims' too. `warmroute_process::access` decides who may use which route.
 
+pub(crate) mod setup_faults;
+mod workers_api;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -24,7 +27,7 @@ use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::{SourceStatus, UnverifiedCause};
 
 use crate::deployment::Deployment;
-use crate::embedded::{EmbeddedWorkers, api};
+use crate::embedded::EmbeddedWorkers;
 use crate::fleet::health::WorkerHealth;
 use crate::fleet::{FleetRegistry, FleetWorker};
 use crate::metrics::{Scraped, WorkerStatus};
@@ -33,7 +36,6 @@ use crate::ready::ServePhase;
 use crate::replication;
 use crate::route::DoubtedScope;
 use crate::selections::{Selections, TicketReport};
-use crate::setup_faults;
 use crate::sync::{ReplicaStatus, StatusDetail};
 use crate::tokenizers::ModelTokenizer;
 
@@ -71,11 +73,11 @@ type SharedAdmin = State<Arc<Admin>>;
 pub(crate) fn routes(admin: &Arc<Admin>) -> RouteTable {
     let index = admin.deployment.index();
     let queries = index.map(warmroute_indexer::http::embedded);
-    let worker = get(api::show).delete(api::remove);
+    let worker = get(workers_api::show).delete(workers_api::remove);
     let worker_drain = get(worker_drain).post(drain_worker);
     RouteTable::default()
         .route("/metrics", Open, get(metrics))
-        .route("/workers", ByMethod, get(workers).post(api::add))
+        .route("/workers", ByMethod, get(workers).post(workers_api::add))
         .route("/workers/{worker}", ByMethod, worker)
         .route("/v1/slots", ByMethod, get(slots))
         .route("/admin/decisions", ByMethod, get(decisions))

@@ -10,6 +10,7 @@ mod fair_queue;
 mod free_places;
 mod in_flight;
 mod leave_rate;
+mod line;
 mod waiting_room;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,12 +25,14 @@ use warmroute_process::access::keys::KeyId;
 use warmroute_proto::label_enum;
 
 pub(crate) use fair_queue::QueueSize;
-use fair_queue::{QueueSpot, QueuedRequest, TenantName};
+use fair_queue::{QueueSpot, QueuedRequest};
 use free_places::FreePlaces;
 use in_flight::InFlightTokens;
 use leave_rate::RETRY_AFTER_MIN;
-use waiting_room::{GrantEnd, JoinedQueue, QueueBounds, WaitingRoom};
-pub(crate) use waiting_room::{QueueLine, QueueStatus};
+pub(crate) use line::QueueLine;
+use line::{QueueBounds, TenantName};
+pub(crate) use waiting_room::QueueStatus;
+use waiting_room::{GrantEnd, JoinedQueue, WaitingRoom};
 
 use crate::metrics::Metrics;
 use crate::settings::QueueLengths;

@@ -1,10 +1,9 @@
 //! The embedded default: plane, indexer and one shim for each worker inside this process. Code
 //! above the plane does not differ: every message is encoded and decoded.
 
-pub(crate) mod api;
 mod own_address;
-mod supervisor;
-mod worker_plan;
+pub(crate) mod supervisor;
+pub(crate) mod worker_plan;
 
 use std::sync::Arc;
 

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderName, header};
 use warmroute_proto::WorkerId;
 use warmroute_shim::EngineKey;
 
-use crate::tenants::API_KEY;
+/// Anthropic's header for keys.
+pub(crate) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// Keys by worker, each for one URL: a worker that is declared again with another URL does not get
 /// its key sent to the old one. Clones share them.

@@ -9,9 +9,11 @@ use serde_json::json;
 
 use crate::admission::{ShedReason, ShedRequest};
 use crate::openai::{self, ErrorType};
-use crate::proxy::ACCEPTED_ENCODINGS;
 use crate::route::{AdmitError, RouteRefusal};
 use crate::tenants::TenantRefusal;
+
+/// What a client may send, as the header `Accept-Encoding` of a refusal names it.
+const ACCEPTED_ENCODINGS: &str = "gzip, zstd";
 
 /// Why the router does not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

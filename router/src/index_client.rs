@@ -11,6 +11,8 @@
 //! replaces what earlier parts say of that holder. A part without an answer costs the credit beyond
 //! the parts before it, and the state `exact`. A full query has one part.
 
+mod rosters;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -33,8 +35,9 @@ use warmroute_proto::roster::{
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{LocalHash, PrefixHash};
 
+use rosters::IndexerRosters;
+
 use crate::indexer_pool::{IndexFault, IndexerPool};
-use crate::indexer_rosters::IndexerRosters;
 use crate::route::{HolderReply, IndexReply, ReplicaRoster};
 
 /// Deadline of a query. A later answer is worth less than the time: the decision goes on without.

@@ -18,12 +18,10 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 use crate::answer_end::EngineFailure;
-use crate::picker::StreamEnd;
-use crate::selections::SelectionEnd;
 
 pub(crate) use labels::{
-    CancelPhase, CodeLabel, DecisionStep, LoadResult, RecordResult, ReloadResult, RenderFailure,
-    RequestEnd, ResumeResult, RetryReason, RouteLabel,
+    CancelPhase, CodeLabel, DecisionStep, LoadResult, PickerEnd, RecordResult, ReloadResult,
+    RenderFailure, RequestEnd, ResumeResult, RetryReason, RouteLabel, SelectionEnd,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
@@ -346,7 +344,7 @@ impl Metrics {
     }
 
     /// A stream of the endpoint picker has ended.
-    pub(crate) fn picked(&self, end: StreamEnd) {
+    pub(crate) fn picked(&self, end: PickerEnd) {
         count(&self.ends.picked, &[end.label()]);
     }
 

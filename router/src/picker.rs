@@ -31,8 +31,6 @@ use prost::Message as _;
 use tokio::sync::mpsc;
 use warmroute_process::log_limit::LogLimit;
 
-pub(crate) use session::StreamEnd;
-
 use crate::proxy::App;
 use frames::{FrameDecoder, FrameError, framed};
 use grpc::{Code, Status};

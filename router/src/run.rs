@@ -30,7 +30,7 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
 
 use crate::access_log::AccessLog;
-use crate::admin::{self, Admin};
+use crate::admin::{self, Admin, setup_faults};
 use crate::admission::Admission;
 use crate::audit::Auditor;
 use crate::call_report::CallSinks;
@@ -58,7 +58,6 @@ use crate::route::{Core, CoreConfig};
 use crate::router_facts::FactsWriter;
 use crate::selections::Selections;
 use crate::settings::{LiveSettings, Settings, SettingsWatcher};
-use crate::setup_faults;
 use crate::shared_core::SharedCore;
 use crate::spans::Tracer;
 use crate::tenant_sync::TenantSync;

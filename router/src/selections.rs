@@ -22,8 +22,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-use warmroute_proto::label_enum;
 
+use crate::metrics::SelectionEnd;
 use crate::proxy::gateway::{
     GatewayAnswer, GatewayEnds, GatewayLink, RoutedRequest, UPSTREAM_TIME, serve,
 };
@@ -43,19 +43,6 @@ const OUTPUT: &str = "data: {\"choices\":[{\"text\":\" \"}]}\n\n";
 
 const EVENTS: &str = "text/event-stream";
 const JSON: &str = "application/json";
-
-label_enum! {
-    /// How a selection ended.
-    pub(crate) enum SelectionEnd {
-        Completed = "completed",
-        Failed = "failed",
-        Aborted = "aborted",
-        /// The router refused the request.
-        Refused = "refused",
-        /// The ticket was not freed in time.
-        Expired = "expired",
-    }
-}
 
 /// The open tickets.
 pub(crate) struct Selections {

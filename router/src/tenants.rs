@@ -18,13 +18,14 @@ mod visit;
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use axum::http::{HeaderMap, HeaderName, header};
+use axum::http::{HeaderMap, header};
 use tokio::time::Instant;
 use warmroute_process::access::bearer;
 use warmroute_process::access::keys::{KeyHash, KeyId, now_unix_s};
 use warmroute_proto::RouterId;
 use warmroute_proto::tenant_use::{TenantLevel, TenantUse};
 
+use crate::engine_keys::API_KEY;
 use crate::openai::PriorityRule;
 use crate::settings::{EngineAuthorization, LiveSettings, SeparateCaches, Settings, TenantRules};
 pub(crate) use body::{SALT_PREFIX, group_salt, has_prompt, is_form_route};
@@ -33,9 +34,6 @@ pub(crate) use sharing::{Newcomers, SharingRouters};
 use usage::TenantUsage;
 pub(crate) use usage::{LimitReached, RateStatus};
 pub(crate) use visit::{Settlement, TenantVisit};
-
-/// Anthropic's header for keys.
-pub(crate) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// A tenant with its use.
 #[derive(Debug)]

@@ -10,8 +10,8 @@ use anyhow::{Context as _, ensure};
 use reqwest::{Client, Url};
 use serde::Deserialize;
 use warmroute_plane::unix_ns_of_rfc3339;
+use warmroute_process::args::redacted;
 use warmroute_process::engine_answer::bounded_body;
-use warmroute_process::nats::redacted;
 use warmroute_process::tls::EngineTls;
 
 use super::{Code, Findings, PlaneState, StatusLine};

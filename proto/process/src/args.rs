@@ -11,8 +11,6 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::ParseError;
 use warmroute_proto::Namespace;
 
-use crate::nats;
-
 /// Connection to the plane. The flags may stand before or after a sub-command.
 #[derive(Clone, Args)]
 #[command(next_help_heading = "NATS")]
@@ -47,7 +45,7 @@ pub struct NatsArgs {
 impl fmt::Debug for NatsArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NatsArgs")
-            .field("nats_url", &self.nats_url.as_deref().map(nats::redacted))
+            .field("nats_url", &self.nats_url.as_deref().map(redacted))
             .field("namespace", &self.namespace)
             .field("nats_creds", &self.nats_creds)
             .field("nats_tls", &self.nats_tls)
@@ -89,7 +87,7 @@ fn given_of(command: &Command, matches: &ArgMatches) -> String {
 fn as_toml(value: &str) -> String {
     match value.parse::<f64>().is_ok() || matches!(value, "true" | "false") {
         true => value.to_owned(),
-        false => format!("{:?}", nats::redacted(value)),
+        false => format!("{:?}", redacted(value)),
     }
 }
 
@@ -181,6 +179,19 @@ pub struct LogArgs {
 
 fn log_filter(text: &str) -> Result<String, ParseError> {
     EnvFilter::try_new(text).map(|_| text.to_owned())
+}
+
+/// URLs with credentials redacted.
+#[must_use]
+pub fn redacted(urls: &str) -> String {
+    let bare = |url: &str| match url.rsplit_once('@') {
+        Some((before, host)) => {
+            let scheme = before.split_once("://").map_or("", |(scheme, _)| scheme);
+            format!("{scheme}://…@{host}")
+        }
+        None => url.to_owned(),
+    };
+    urls.split(',').map(bare).collect::<Vec<_>>().join(",")
 }
 
 #[cfg(test)]

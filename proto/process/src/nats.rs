@@ -15,7 +15,7 @@ use warmroute_plane::{
 };
 use warmroute_proto::Namespace;
 
-use crate::args::NatsArgs;
+use crate::args::{NatsArgs, redacted};
 use crate::joining::{Joined, JoiningPlane};
 use crate::metrics::MetricsText;
 use crate::tasks::Tasks;
@@ -353,19 +353,6 @@ fn user_or_token(text: &str) -> NatsAuth {
         },
         None => NatsAuth::Token(text.to_owned()),
     }
-}
-
-/// URLs with credentials redacted.
-#[must_use]
-pub fn redacted(urls: &str) -> String {
-    let bare = |url: &str| match url.rsplit_once('@') {
-        Some((before, host)) => {
-            let scheme = before.split_once("://").map_or("", |(scheme, _)| scheme);
-            format!("{scheme}://…@{host}")
-        }
-        None => url.to_owned(),
-    };
-    urls.split(',').map(bare).collect::<Vec<_>>().join(",")
 }
 
 /// The credentials in a file, whose format shows their kind.

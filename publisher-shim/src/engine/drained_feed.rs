@@ -20,13 +20,12 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use reqwest::StatusCode;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 use warmroute_proto::{BlockSize, DpRank, EngineSeq};
 
-use super::http::EventRoute;
+use super::http::{EventRoute, ReadError};
 use super::trtllm;
 use super::{BURST_MAX, EngineEvent, EngineFeed, Frames, ReplayNotSent};
 use crate::config::Endpoints;
@@ -48,17 +47,6 @@ const PAUSE: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(30);
 /// Between two equal warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
-
-/// Why a read brought nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum ReadError {
-    #[error("status {0}")]
-    Status(StatusCode),
-    #[error("no whole answer in time, or a longer one than is read")]
-    Broken,
-    #[error("an answer that is no list of numbered events")]
-    Unreadable,
-}
 
 /// What costs credit and is logged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

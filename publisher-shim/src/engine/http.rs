@@ -4,27 +4,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
-use std::fmt;
-use std::io;
 use std::num::NonZeroU64;
-use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use reqwest::header::{AUTHORIZATION, HeaderValue};
+use reqwest::header::AUTHORIZATION;
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde::Deserialize;
 use serde_json::json;
 use warmroute_process::engine_answer::bounded_body;
 use warmroute_process::metrics_page::samples;
-use warmroute_process::small_file;
 use warmroute_process::tls::{self, EngineTls};
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
 
-use super::drained_feed::ReadError;
 use super::{BlockCount, EngineInfo, FlushRequest, InfoError, ResetRoutes};
 use crate::config::{Endpoints, reachable};
+use crate::engine_key::EngineKeySource;
 use crate::source::FlushResult;
 
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -36,82 +32,21 @@ const RESET_ROUTE: &str = "/reset_prefix_cache";
 /// Routes whose calls can reset the prefix cache.
 const RESET_ROUTES: [&str; 4] = [RESET_ROUTE, "/sleep", "/release_kv_cache_memory", "/pause"];
 const RANK_HEADER: &str = "X-data-parallel-rank";
-/// A longer key fits into no header.
-const KEY_BYTES_MAX: u64 = 64 << 10;
 /// More than any `/metrics` or model list.
 const BODY_BYTES_MAX: usize = 8 << 20;
 /// Bound of an answer with cache events, which has 60 bytes for a token.
 const EVENTS_BYTES_MAX: usize = 128 << 20;
 const EVENTS_DEADLINE: Duration = Duration::from_secs(10);
 
-/// The engine's API key as an `Authorization` header value. `Debug` redacts it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EngineKey(HeaderValue);
-
-#[derive(Debug, thiserror::Error)]
-pub enum EngineKeyError {
-    #[error("it cannot be read")]
-    File(#[from] io::Error),
-    #[error("it is empty")]
-    Empty,
-    #[error("it has characters that a header cannot carry")]
-    NotSendable,
-}
-
-impl EngineKey {
-    /// Reads the key from a file. Trims white space.
-    pub fn read(file: &Path) -> Result<Self, EngineKeyError> {
-        let text = small_file::read(file, KEY_BYTES_MAX)?;
-        Self::parse(&String::from_utf8_lossy(&text))
-    }
-
-    /// A key as its text. Trims white space.
-    pub fn parse(text: &str) -> Result<Self, EngineKeyError> {
-        let key = text.trim();
-        if key.is_empty() {
-            return Err(EngineKeyError::Empty);
-        }
-        let value = HeaderValue::from_str(&format!("Bearer {key}"));
-        let mut value = value.map_err(|_| EngineKeyError::NotSendable)?;
-        value.set_sensitive(true);
-        Ok(Self(value))
-    }
-
-    /// The value of `Authorization`.
-    #[must_use]
-    pub const fn header(&self) -> &HeaderValue {
-        &self.0
-    }
-}
-
-/// Where the engine's key comes from: each request asks for the one in force. By default there is
-/// none.
-#[derive(Clone, Default)]
-pub struct EngineKeySource(Option<Arc<KeyOfNow>>);
-
-type KeyOfNow = dyn Fn() -> Option<EngineKey> + Send + Sync;
-
-impl EngineKeySource {
-    pub fn new(key: impl Fn() -> Option<EngineKey> + Send + Sync + 'static) -> Self {
-        Self(Some(Arc::new(key)))
-    }
-
-    #[must_use]
-    pub fn current(&self) -> Option<EngineKey> {
-        self.0.as_ref().and_then(|key| key())
-    }
-}
-
-impl From<EngineKey> for EngineKeySource {
-    fn from(key: EngineKey) -> Self {
-        Self::new(move || Some(key.clone()))
-    }
-}
-
-impl fmt::Debug for EngineKeySource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.current(), f)
-    }
+/// Why a read brought nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ReadError {
+    #[error("status {0}")]
+    Status(StatusCode),
+    #[error("no whole answer in time, or a longer one than is read")]
+    Broken,
+    #[error("an answer that is no list of numbered events")]
+    Unreadable,
 }
 
 #[derive(Clone)]
@@ -168,7 +103,7 @@ fn failure(error: &reqwest::Error) -> String {
 
 fn with_key(request: RequestBuilder, key: &EngineKeySource) -> RequestBuilder {
     match key.current() {
-        Some(EngineKey(key)) => request.header(AUTHORIZATION, key),
+        Some(key) => request.header(AUTHORIZATION, key.header()),
         None => request,
     }
 }
@@ -463,7 +398,7 @@ fn reset_calls(metrics: &str) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::io;
     use std::sync::Mutex;
 
     use axum::body::Body;
@@ -474,6 +409,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
+    use crate::engine_key::EngineKey;
 
     #[tokio::test]
     async fn each_request_has_the_key_in_force() {
@@ -482,7 +418,7 @@ mod tests {
         let source = EngineKeySource::new(move || Some(read.lock().unwrap().clone()));
         let expected = Arc::clone(&keys);
         let health = async move |headers: HeaderMap| match headers.get(AUTHORIZATION)
-            == Some(&expected.lock().unwrap().0)
+            == Some(expected.lock().unwrap().header())
         {
             true => StatusCode::OK,
             false => StatusCode::UNAUTHORIZED,
@@ -597,27 +533,6 @@ mod tests {
         assert_eq!(no_sources.endpoints, Some(BTreeMap::new()));
         let no_route = then(RESET_ROUTE, gone).await;
         assert_eq!(no_route.resets, Some(ResetRoutes::Absent));
-    }
-
-    #[test]
-    fn keys_are_redacted_and_validated() {
-        let dir = std::env::temp_dir().join(format!("shim-engine-key-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let file = dir.join("key");
-        let read = |text: &str| {
-            fs::write(&file, text).unwrap();
-            EngineKey::read(&file)
-        };
-        let key = read(" s3cret\n").unwrap();
-        assert_eq!(key.0, "Bearer s3cret");
-        assert!(!format!("{key:?}").contains("s3cret"));
-        assert!(matches!(read(" \n"), Err(EngineKeyError::Empty)));
-        assert!(matches!(read("a\nb"), Err(EngineKeyError::NotSendable)));
-        fs::remove_dir_all(&dir).unwrap();
-        assert!(matches!(
-            EngineKey::read(&file),
-            Err(EngineKeyError::File(_))
-        ));
     }
 
     #[test]

@@ -10,7 +10,6 @@ use serde_json::{Map, Value};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::convert::{Configurations, ConversionError, ForeignForm};
-use crate::tokenize::TemplateRules;
 
 mod legacy;
 mod renderer;
@@ -34,6 +33,23 @@ pub enum ModelFileError {
          convert it with transformers' AutoTokenizer and save_pretrained"
     )]
     OtherForm { path: PathBuf },
+}
+
+/// How an engine uses its templates.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TemplateRules {
+    /// JSON of `--default-chat-template-kwargs`.
+    pub default_kwargs: Option<String>,
+    pub unused_tools: UnusedTools,
+}
+
+/// The tools of a request whose `tool_choice` is `none`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum UnusedTools {
+    #[default]
+    Rendered,
+    /// `--exclude-tools-when-tool-choice-none`.
+    Excluded,
 }
 
 /// Where a model's tokenizer and templates are, and how they are used.

@@ -30,8 +30,9 @@ use warmroute_proto::{
     BlockCut, EngineSeq, Generation, PrefixHash, RecordNumber, Source, StreamIdentity, Tier,
 };
 
-use super::index_view::{AnswerPosition, LogGeneration};
+use super::index_view::LogGeneration;
 use super::prompt::CacheReads;
+use super::replica_roster::AnswerPosition;
 use super::source_table::{PerSource, SourceId};
 
 /// Longest time for which a change is neither in the log nor visible as missing: an unacknowledged

@@ -22,16 +22,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::SourceState;
-use warmroute_proto::{Generation, Source, Tier};
+use warmroute_proto::{Source, Tier};
 
 use super::audit::CreditClaim;
-use super::index_view::TrustedAnswer;
+use super::index_view::{Contradiction, TrustedAnswer};
 use super::prompt::CacheReads;
-use super::source_table::SourceId;
-
-mod form;
-
-pub use form::{PromptFeatures, PromptForm};
+use super::prompt_form::PromptForm;
+use super::source_table::SourceLife;
 
 /// Least difference in tokens that contradicts. The answer of the turn before, whose last blocks may
 /// not be in the index yet, has fewer tokens in the time that an answer of the index lags.
@@ -60,13 +57,6 @@ pub const SCOPES_MAX: usize = 4096;
 
 /// Doubted scopes; at the bound the one without reports for longest is forgotten.
 pub const DOUBTS_MAX: usize = 256;
-
-/// One generation of one source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct SourceLife {
-    pub source: SourceId,
-    pub generation: Generation,
-}
 
 /// What reports have in common.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -148,25 +138,6 @@ impl Scope {
                 "this engine's chat template, tokenizer or adapter differs from the router's, or a KV \
                  connector's events do not arrive"
             }
-        }
-    }
-}
-
-/// How a report contradicts credit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Contradiction {
-    /// The engine had more than was credited.
-    Exceeded,
-    /// The engine did not have what was credited.
-    Missed,
-}
-
-impl Contradiction {
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Exceeded => "more",
-            Self::Missed => "less",
         }
     }
 }

@@ -24,9 +24,8 @@ use warmroute_proto::{
     EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity, Tier, Tiers, WorkerId,
 };
 
-use super::evidence::{Contradiction, SourceLife};
-use super::replica_roster::{HolderReply, IndexReply, KnownHolder};
-use super::source_table::{PerSource, SourceId, SourceTable};
+use super::replica_roster::{AnswerPosition, HolderReply, IndexReply, KnownHolder};
+use super::source_table::{PerSource, SourceId, SourceLife, SourceTable};
 
 /// Longest lag behind the freshest replica at which an answer is trusted.
 pub const LAG_MAX: Duration = Duration::from_millis(500);
@@ -97,11 +96,23 @@ pub struct TrustedSource {
     pub demoted: Option<DemotedCredit>,
 }
 
-/// A position of one log. Those of different logs cannot be compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AnswerPosition {
-    pub log: StreamIdentity,
-    pub position: LogPosition,
+/// How a report contradicts credit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Contradiction {
+    /// The engine had more than was credited.
+    Exceeded,
+    /// The engine did not have what was credited.
+    Missed,
+}
+
+impl Contradiction {
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Exceeded => "more",
+            Self::Missed => "less",
+        }
+    }
 }
 
 /// The index's credit of a demoted source or a doubted scope, for comparison.

@@ -61,6 +61,7 @@ pub mod moves;
 pub mod prediction;
 pub mod prefix_table;
 pub mod prompt;
+mod prompt_form;
 mod prompt_match;
 pub mod prompt_tree;
 mod replica_roster;
@@ -86,10 +87,12 @@ pub use choice::Policy;
 pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, WEIGHED_MAX};
 pub use engine_load::{EngineBounds, EngineReading, ForeignLoad};
-pub use evidence::{PromptFeatures, PromptForm};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt, PromptBasis, SessionKey};
-pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, KnownHolder, ReplicaRoster};
+pub use prompt_form::{PromptFeatures, PromptForm};
+pub use replica_roster::{
+    AnswerPosition, BadRosterPage, HolderReply, IndexReply, KnownHolder, ReplicaRoster,
+};
 pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SlotKey, SourceLoad};
 pub use source_table::{SourceId, SourceTable};

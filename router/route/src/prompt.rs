@@ -7,7 +7,7 @@ use warmroute_proto::load::{SAMPLES_MAX, SampledPrefix, sampled_length};
 use warmroute_proto::{BlockCut, BlockSize, LocalHash, Seed, WorkerId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::evidence::PromptForm;
+use super::prompt_form::PromptForm;
 
 /// A rough size of text that is not tokenized.
 pub const BYTES_PER_TOKEN: usize = 4;

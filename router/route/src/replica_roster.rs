@@ -7,9 +7,14 @@ use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
     RosterPageRequest, RosterRow, RosterStatus,
 };
-use warmroute_proto::{BlockCut, Generation, Source, Tiers};
+use warmroute_proto::{BlockCut, Generation, LogPosition, Source, StreamIdentity, Tiers};
 
-use super::index_view::AnswerPosition;
+/// A position of one log. Those of different logs cannot be compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AnswerPosition {
+    pub log: StreamIdentity,
+    pub position: LogPosition,
+}
 
 /// The rows of one indexer's roster that were read so far.
 #[derive(Clone, Debug, Default)]

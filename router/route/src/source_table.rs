@@ -4,7 +4,7 @@
 //! different sources ever seen, a few dozen bytes each.
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::{Source, WorkerId};
+use warmroute_proto::{Generation, Source, WorkerId};
 
 /// A source's place in every per-source vector of this process. Never leaves the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -15,6 +15,13 @@ impl SourceId {
     pub const fn index(self) -> usize {
         self.0 as usize
     }
+}
+
+/// One generation of one source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SourceLife {
+    pub source: SourceId,
+    pub generation: Generation,
 }
 
 #[derive(Clone, Debug, Default)]

@@ -34,7 +34,7 @@ use super::slowness::SlownessTracker;
 use super::source_table::{SourceId, SourceTable};
 use super::speed::{AcceptedPrefill, SourceSpeed, SpeedTracker};
 use super::stall::StallDetector;
-use super::traffic::Traffic;
+use super::traffic::{BasisCounts, Traffic};
 
 mod cache_reports;
 mod doubts;
@@ -117,16 +117,6 @@ pub struct FreedCounts {
     pub completed: u64,
     pub failed: u64,
     pub aborted: u64,
-}
-
-/// Decisions by their basis.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct BasisCounts {
-    pub index: u64,
-    pub reported: u64,
-    pub prediction: u64,
-    pub approximate: u64,
-    pub load_only: u64,
 }
 
 /// A request of this router without a first token.

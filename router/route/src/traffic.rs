@@ -6,11 +6,22 @@
 
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+
 use super::decide::{Decision, DecisionBasis};
 use super::prompt::Prompt;
 use super::source_table::{PerSource, SourceId};
-use super::state::BasisCounts;
 use super::terms::Terms;
+
+/// Decisions by their basis.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BasisCounts {
+    pub index: u64,
+    pub reported: u64,
+    pub prediction: u64,
+    pub approximate: u64,
+    pub load_only: u64,
+}
 
 /// Names of the ladder's rungs, best first: decisions by the index's credit have the state that it
 /// rests on, the others their basis.

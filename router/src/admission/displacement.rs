@@ -8,8 +8,8 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::fair_queue::{FairQueue, QueueSize, QueueSpot, TenantLine, TenantName, TicketNumber};
-use super::waiting_room::{QueueAtBound, QueueBounds, QueueLine};
+use super::fair_queue::{FairQueue, QueueSize, QueueSpot, TenantLine, TicketNumber};
+use super::line::{QueueAtBound, QueueBounds, QueueLine, TenantName};
 
 /// Most requests that yield to one.
 const DISPLACED_MAX: usize = 64;

@@ -16,10 +16,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use warmroute_process::access::keys::KeyId;
-
 use super::in_flight::InFlightTokens;
-use super::waiting_room::QueueLine;
+use super::line::{QueueLine, TenantName};
 
 /// Tokens that a tenant may send before the next one's turn: about one short chat.
 const QUANTUM_TOKENS: u64 = 1024;
@@ -34,9 +32,6 @@ const LOW_TURN: u32 = 8;
 /// Order of arrival. A request that returns to the queue keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct TicketNumber(pub u64);
-
-/// The requests of one tenant share a line. `None`: there are no tenants.
-pub(crate) type TenantName = Option<KeyId>;
 
 /// Where a request waits.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::fair_queue::TenantName;
+use super::line::TenantName;
 
 /// Without tenants nothing is counted.
 #[derive(Debug, Default)]

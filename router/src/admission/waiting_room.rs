@@ -8,33 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::displacement::victims;
-use super::fair_queue::{FairQueue, QueueSize, QueueSpot, QueuedRequest, TenantName, TicketNumber};
+use super::fair_queue::{FairQueue, QueueSize, QueueSpot, QueuedRequest, TicketNumber};
 use super::free_places::FreePlaces;
 use super::in_flight::InFlightTokens;
 use super::leave_rate::{LeaveRate, RETRY_AFTER_MIN};
-
-/// What may wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct QueueBounds {
-    /// Requests of all models.
-    pub requests: usize,
-    pub requests_per_model: usize,
-    /// Bytes of all models' requests.
-    pub bytes: usize,
-}
-
-/// The queue is at a bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct QueueAtBound;
-
-/// The line that a request joins.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct QueueLine {
-    pub model: String,
-    /// Lower is served first.
-    pub level: i64,
-    pub tenant: TenantName,
-}
+use super::line::{QueueAtBound, QueueBounds, QueueLine};
 
 /// What a new request has for its place.
 #[derive(Debug, PartialEq, Eq)]

@@ -16,10 +16,9 @@ use super::history::HistoryPoint;
 use super::indexers::IndexerViews;
 use super::state::{LiveReplication, LiveRouter, LiveState, LiveWorker, RankParts};
 use super::{LiveFeed, event};
-use crate::admin::Admin;
+use crate::admin::{Admin, setup_faults};
 use crate::clock::unix_time;
 use crate::route::SourceFigures;
-use crate::setup_faults;
 use crate::sync::{ReplicaStatus, StatusDetail};
 
 const PERIOD: Duration = Duration::from_secs(1);

@@ -229,6 +229,35 @@ label_enum! {
     }
 }
 
+label_enum! {
+    /// How a stream of the endpoint picker ended.
+    pub(crate) enum PickerEnd {
+        /// Both bodies were passed on.
+        Complete = "complete",
+        /// The router answered in place of an engine.
+        Refused = "refused",
+        /// The gateway ended it: its client or its engine is gone.
+        Abandoned = "abandoned",
+        /// The gateway answered before an endpoint was chosen.
+        Answered = "answered",
+        /// An answer was cut, or a message was none that could follow.
+        Failed = "failed",
+    }
+}
+
+label_enum! {
+    /// How a selection ended.
+    pub(crate) enum SelectionEnd {
+        Completed = "completed",
+        Failed = "failed",
+        Aborted = "aborted",
+        /// The router refused the request.
+        Refused = "refused",
+        /// The ticket was not freed in time.
+        Expired = "expired",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -20,7 +20,6 @@ use prost::Message as _;
 use tokio::sync::mpsc;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
-use warmroute_proto::label_enum;
 
 use super::exchange::{Arrival, DESTINATION, Exchange, Fault, Side};
 use super::frames::{FrameDecoder, FrameError, framed};
@@ -28,6 +27,7 @@ use super::heads;
 use super::messages::{
     HeaderEntry, HeaderMutation, HttpStatus, ImmediateResponse, ProcessingRequest, RequestPart,
 };
+use crate::metrics::PickerEnd;
 use crate::proxy::gateway::{FromGateway, GatewayAnswer, GatewayEnds, GatewayLink, RoutedRequest};
 use crate::proxy::{App, BodyPiece, BudgetShare, GatewayBody};
 
@@ -42,22 +42,6 @@ const OWN_ANSWER_MAX: usize = 1 << 20;
 
 /// Longest time for which a refused request's messages are discarded.
 const DISCARD_MAX: Duration = Duration::from_secs(30);
-
-label_enum! {
-    /// How a stream ended.
-    pub(crate) enum StreamEnd {
-        /// Both bodies were passed on.
-        Complete = "complete",
-        /// The router answered in place of an engine.
-        Refused = "refused",
-        /// The gateway ended it: its client or its engine is gone.
-        Abandoned = "abandoned",
-        /// The gateway answered before an endpoint was chosen.
-        Answered = "answered",
-        /// An answer was cut, or a message was none that could follow.
-        Failed = "failed",
-    }
-}
 
 /// Why a stream fails.
 #[derive(Debug, thiserror::Error)]
@@ -243,7 +227,7 @@ struct Session {
 /// Counts a stream when it is dropped: a gateway may reset it at any time.
 struct EndCount {
     app: Arc<App>,
-    end: StreamEnd,
+    end: PickerEnd,
 }
 
 impl Drop for EndCount {
@@ -260,20 +244,20 @@ pub(super) async fn serve(
 ) -> Result<bool, StreamFault> {
     let mut count = EndCount {
         app: Arc::clone(&app),
-        end: StreamEnd::Abandoned,
+        end: PickerEnd::Abandoned,
     };
     let served = serve_counted(app, body, answers, &mut count.end).await;
     if served.is_err() {
-        count.end = StreamEnd::Failed;
+        count.end = PickerEnd::Failed;
     }
-    served.map(|()| count.end != StreamEnd::Abandoned)
+    served.map(|()| count.end != PickerEnd::Abandoned)
 }
 
 async fn serve_counted(
     app: Arc<App>,
     body: Body,
     answers: mpsc::Sender<Bytes>,
-    end: &mut StreamEnd,
+    end: &mut PickerEnd,
 ) -> Result<(), StreamFault> {
     let mut messages = Messages::new(&app, body);
     let mut exchange = Exchange::default();
@@ -329,13 +313,13 @@ impl Session {
         &mut self,
         messages: &mut Messages,
         answers: &mpsc::Sender<Bytes>,
-        end: &mut StreamEnd,
+        end: &mut PickerEnd,
     ) -> Result<(), StreamFault> {
         loop {
             if self.exchange.is_over() && !self.exchange.has_answer() {
                 *end = match self.echoes {
-                    true => StreamEnd::Answered,
-                    false => StreamEnd::Complete,
+                    true => PickerEnd::Answered,
+                    false => PickerEnd::Complete,
                 };
                 return Ok(());
             }
@@ -343,7 +327,7 @@ impl Session {
                 return Err(StreamFault::Cut);
             }
             if self.exchange.is_refused() {
-                *end = StreamEnd::Refused;
+                *end = PickerEnd::Refused;
                 discard(messages).await;
                 return Ok(());
             }

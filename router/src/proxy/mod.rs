@@ -41,7 +41,6 @@ use axum::body::Body;
 use axum::http::request::Parts;
 use warmroute_process::blocking;
 
-pub(crate) use body::encoding::ACCEPTED as ACCEPTED_ENCODINGS;
 pub(crate) use body::{BodyBudget, BudgetShare};
 pub(crate) use engine_body::{BodyPiece, GatewayBody};
 pub(crate) use engine_client::{EngineClient, EngineFiles};

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use axum::http::HeaderValue;
+use axum::http::{HeaderName, HeaderValue};
 use tokio::time::advance;
 
 use super::*;

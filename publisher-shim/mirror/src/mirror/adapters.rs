@@ -15,30 +15,13 @@
 use warmroute_proto::{LocalHash, PrefixHash};
 
 use super::Mirror;
-use super::nodes::NodeId;
+use super::nodes::{LoadId, NodeId};
 use super::store_block::{StoreBlock, root_seed};
 use crate::fields::{Field, FieldReader, Malformed, write_length};
 use crate::wire::{EngineHash, LoraRef, StoredBlocks};
 
 /// Loads kept apart at a time. Blocks of further ones are not indexed.
 const LOADS_MAX: usize = if cfg!(test) { 4 } else { 4096 };
-
-/// One load of an adapter; the default stands for blocks without a named adapter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct LoadId(u16);
-
-impl LoadId {
-    pub(super) const NONE: Self = Self(0);
-
-    pub(super) const fn number(self) -> u16 {
-        self.0
-    }
-
-    /// A number that does not fit is that of no load.
-    pub(super) fn of(number: u32) -> Self {
-        Self(u16::try_from(number).unwrap_or(u16::MAX))
-    }
-}
 
 #[derive(Clone, Debug)]
 struct Load {

@@ -36,13 +36,13 @@ use warmroute_proto::{
 };
 
 use crate::wire::{Batch, CacheEvent, EngineHash, GroupKind, StoredBlocks};
-use adapters::{Adapters, LoadId};
+use adapters::Adapters;
 use block_chain::BlockChain;
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start, TierLimit};
-use nodes::{NewNode, NodeId, Nodes, TierSet};
+use nodes::{LoadId, NewNode, NodeId, Nodes, TierSet};
 use orphans::Orphans;
 use references::{GroupTier, References};
 use resume::ResumePoints;

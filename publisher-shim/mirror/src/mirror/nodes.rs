@@ -11,7 +11,6 @@ use hashbrown::HashTable;
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
-use super::adapters::LoadId;
 use super::references::{FirstGroup, FurtherGroups, GroupSlot, GroupTier};
 use crate::wire::EngineHash;
 use family::Family;
@@ -20,6 +19,23 @@ pub(super) use load::SavedNode;
 /// Engine hashes without references that a node with a child or references keeps beside its own:
 /// later events may name them. The tests reach the bound.
 pub(super) const ALIASES_MAX: usize = if cfg!(test) { 3 } else { 16 };
+
+/// One load of an adapter; the default stands for blocks without a named adapter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct LoadId(pub(super) u16);
+
+impl LoadId {
+    pub(super) const NONE: Self = Self(0);
+
+    pub(super) const fn number(self) -> u16 {
+        self.0
+    }
+
+    /// A number that does not fit is that of no load.
+    pub(super) fn of(number: u32) -> Self {
+        Self(u16::try_from(number).unwrap_or(u16::MAX))
+    }
+}
 
 /// An index into the slab of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

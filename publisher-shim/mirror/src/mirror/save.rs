@@ -9,11 +9,11 @@
 
 use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier};
 
-use super::adapters::{Adapters, LoadId};
+use super::adapters::Adapters;
 use super::block_chain::BlockChain;
 use super::groups::Groups;
 use super::knowledge::Knowledge;
-use super::nodes::{NodeId, Nodes, SavedNode};
+use super::nodes::{LoadId, NodeId, Nodes, SavedNode};
 use super::orphans::{BlockContent, Orphan, Orphans};
 use super::references::References;
 use super::resume::ResumePoints;

@@ -7,9 +7,8 @@
 use warmroute_proto::label_enum;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
-use super::adapters::LoadId;
 use super::groups::{GroupRole, HitNeed};
-use super::nodes::NodeId;
+use super::nodes::{LoadId, NodeId};
 use super::references::GroupTier;
 use super::resume::ResumePoints;
 use super::{Inconsistency, Mirror, Predecessor, RunPosition, StoreBlock, block_chain};

@@ -2,6 +2,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::extract::State;
+use axum::http::StatusCode;
 use axum::routing::post;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -11,8 +12,8 @@ use tokio_util::task::TaskTracker;
 use warmroute_process::tls::EngineTls;
 
 use super::*;
-use crate::engine::EngineKeySource;
 use crate::engine::http::EngineHttp;
+use crate::engine_key::EngineKeySource;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
 /// An engine's route: hands out each answer once, and then empty ones.

@@ -30,14 +30,13 @@ use crate::model_files::TemplateSources;
 use crate::openai::{ChatParts, SpecialTokens};
 
 pub use crate::convert::ConversionError;
-pub use crate::model_files::{ModelFileError, ModelFiles, ModelSource};
+pub use crate::model_files::{ModelFileError, ModelFiles, ModelSource, TemplateRules, UnusedTools};
 pub use compare::{ComparisonCounts, ReferenceComparison};
 pub use content_format::ContentFormat;
 pub use python::CivilTime;
 pub use segment_cache::{CacheScope, SegmentCacheStats};
 pub use template::{
     ChatTemplates, IsCancelled, RenderBound, RenderError, RenderLimits, TemplateError,
-    TemplateRules, UnusedTools,
 };
 pub use text_task::{TaskState, TextTask};
 

@@ -12,6 +12,7 @@ use super::content_format::{ContentFormat, detect};
 use super::kwargs::{self, TemplateKwargs};
 use super::messages::{self, member};
 use super::python::{self, CivilTime, RenderBounds};
+use crate::model_files::{TemplateRules, UnusedTools};
 use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 
 /// Bytes of a rendered chat. The largest bodies that engines accept are smaller.
@@ -108,23 +109,6 @@ impl RenderLimits {
 pub struct TemplateError {
     pub name: String,
     pub source: minijinja::Error,
-}
-
-/// How an engine uses its templates.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct TemplateRules {
-    /// JSON of `--default-chat-template-kwargs`.
-    pub default_kwargs: Option<String>,
-    pub unused_tools: UnusedTools,
-}
-
-/// The tools of a request whose `tool_choice` is `none`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum UnusedTools {
-    #[default]
-    Rendered,
-    /// `--exclude-tools-when-tool-choice-none`.
-    Excluded,
 }
 
 /// Properties of a template's source that decide what the engine gives it.

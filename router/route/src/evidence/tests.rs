@@ -1,7 +1,9 @@
 use proptest::prelude::*;
+use warmroute_proto::Generation;
 
 use super::*;
 use crate::audit::ClaimStanding;
+use crate::prompt_form::PromptFeatures;
 use crate::source_table::SourceTable;
 use crate::testing::{source, start};
 

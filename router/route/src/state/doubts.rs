@@ -8,10 +8,10 @@ use serde::Serialize;
 use warmroute_proto::Tier;
 
 use super::*;
-use crate::evidence::{
-    Contradiction, CreditReport, DOUBTS_MAX, DoubtChange, PromptForm, ReportOutcome, Scope,
-    SourceLife,
-};
+use crate::evidence::{CreditReport, DOUBTS_MAX, DoubtChange, ReportOutcome, Scope};
+use crate::index_view::Contradiction;
+use crate::prompt_form::PromptForm;
+use crate::source_table::SourceLife;
 
 /// What the core remembers for rechecks and for the shell.
 #[derive(Clone, Debug, Default)]

@@ -7,7 +7,7 @@ use warmroute_proto::PrefixHash;
 use super::config::EngineConfig;
 use super::event::{EngineHash, Medium, engine_hash};
 use super::request::{EngineRequest, EngineSequence, RequestId};
-use super::scheduler::{StepOutcome, StepScheduler};
+use super::scheduler::{EngineLoad, EngineTotals, StepOutcome, StepScheduler};
 
 /// One data-parallel rank of one engine.
 pub struct EngineModel {
@@ -33,28 +33,6 @@ pub struct HeldPrefix {
     pub medium: Medium,
     /// Physical blocks that hold it.
     pub copies: u32,
-}
-
-/// Load of the engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct EngineLoad {
-    pub running: usize,
-    pub waiting: usize,
-    /// Blocks in use by requests.
-    pub used_blocks: usize,
-    pub usable_blocks: usize,
-}
-
-/// Counters since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct EngineTotals {
-    /// Tokens looked up in the prefix cache at first admission.
-    pub prefix_queries: u64,
-    /// Tokens of these lookups found on the GPU.
-    pub prefix_hits: u64,
-    pub preemptions: u64,
-    pub computed_prompt_tokens: u64,
-    pub generated_tokens: u64,
 }
 
 impl EngineModel {

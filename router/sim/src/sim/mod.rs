@@ -24,10 +24,10 @@ mod slot_list;
 mod timing;
 
 pub use config::{EngineConfig, EventMode};
-pub use engine::{EngineLoad, EngineModel, EngineTotals, HeldPrefix, SubmitError};
+pub use engine::{EngineModel, HeldPrefix, SubmitError};
 pub use event::{CacheEvent, EngineHash, ExtraKey, GroupKind, Medium, StoredBlocks};
 pub use request::{CachedTokens, EngineRequest, FinishReason, RequestId};
-pub use scheduler::{Admitted, Finished, Produced, StepOutcome};
+pub use scheduler::{Admitted, EngineLoad, EngineTotals, Finished, Produced, StepOutcome};
 pub use timing::{StepWork, TimingProfile};
 
 #[cfg(test)]

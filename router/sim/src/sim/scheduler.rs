@@ -11,13 +11,34 @@ use std::time::Duration;
 use warmroute_proto::PrefixHash;
 
 use super::config::EngineConfig;
-use super::engine::{EngineLoad, EngineTotals};
 use super::event::{CacheEvent, Medium};
 use super::journal::EventJournal;
 use super::offload::CpuTier;
 use super::pool::BlockPool;
 use super::request::{CachedTokens, EngineSequence, FinishReason, RequestId};
 use super::timing::StepWork;
+
+/// Load of the engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct EngineLoad {
+    pub running: usize,
+    pub waiting: usize,
+    /// Blocks in use by requests.
+    pub used_blocks: usize,
+    pub usable_blocks: usize,
+}
+
+/// Counters since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineTotals {
+    /// Tokens looked up in the prefix cache at first admission.
+    pub prefix_queries: u64,
+    /// Tokens of these lookups found on the GPU.
+    pub prefix_hits: u64,
+    pub preemptions: u64,
+    pub computed_prompt_tokens: u64,
+    pub generated_tokens: u64,
+}
 
 /// Result of one step.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -10,9 +10,6 @@ use xxhash_rust::xxh64::Xxh64;
 
 use crate::error::ProxyError;
 
-/// What a client may send, as the header `Accept-Encoding` of a refusal names it.
-pub(crate) const ACCEPTED: &str = "gzip, zstd";
-
 /// Largest window of a zstd frame: what RFC 9659 allows to HTTP. Bounds a decoder's memory.
 const ZSTD_WINDOW_MAX: u64 = 8 << 20;
 

@@ -19,7 +19,7 @@ use warmroute_router::fleet::{
 use warmroute_router::index_client::{DEADLINE, HEDGE, IndexClient};
 use warmroute_router::lost_sources::LossWatch;
 use warmroute_router::openai::TokenUsage;
-use warmroute_router::route::index_view::AnswerPosition;
+use warmroute_router::route::AnswerPosition;
 use warmroute_router::route::{
     AdmitError, Admitted, Decision, IndexReply, KnownHolder, Prompt, RouteRequest, SlotEvent,
     SlotGuard, SlotSink,

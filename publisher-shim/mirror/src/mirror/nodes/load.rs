@@ -5,8 +5,7 @@
 
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Seed, Tier, Tiers};
 
-use super::{NewNode, Node, NodeId, Nodes, TierSet};
-use crate::mirror::adapters::LoadId;
+use super::{LoadId, NewNode, Node, NodeId, Nodes, TierSet};
 use crate::wire::EngineHash;
 
 /// The saved fields of a node.

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use warmroute_proto::codec;
 use warmroute_proto::roster::RosterPage;
 
-use crate::index_client::{IndexClient, IndexError};
+use super::{IndexClient, IndexError};
 use crate::route::{BadRosterPage, ReplicaRoster};
 
 /// Interval of reading changes. An indexer collects them twice a second.

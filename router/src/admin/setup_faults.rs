@@ -10,7 +10,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::WorkerId;
 
-use crate::admin::Admin;
+use super::Admin;
 use crate::clock::unix_time;
 use crate::indexer_pool::IndexFault;
 use crate::tokenizers::TokenizerState;

@@ -12,11 +12,10 @@ use warmroute_process::access::ChangeSubject;
 use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
 
-use super::supervisor::{AddError, EmbeddedWorkers, LifePhase};
-use super::worker_plan::{PlanChange, PlanError};
-use crate::admin::Admin;
+use super::{Admin, setup_faults};
 use crate::config::WorkerSpec;
-use crate::setup_faults;
+use crate::embedded::supervisor::{AddError, EmbeddedWorkers, LifePhase};
+use crate::embedded::worker_plan::{PlanChange, PlanError};
 
 /// Why a worker is not added, shown or removed.
 #[derive(Debug, thiserror::Error)]
