@@ -2,8 +2,9 @@
 //!
 //! Engines send heads long before their first token, and a client that has a head cannot be served by
 //! another engine. So the head of a generated answer is held back until the answer shows that it is
-//! none: until the first output of a stream, or the first byte of another answer. An error in its
-//! place is a failure of the engine. Where no other worker could take the request, a head is held
+//! none: until the first output of a stream, or the first byte of another answer; longer if a stream's
+//! first output is late ([`super::early_bytes`]). An error in its place is a failure of the engine.
+//! Where no other worker could take the request, a head is held
 //! back only while the request may be moved (see [`crate::route::moves`]), at most the delay between
 //! the routers, with `first_token_timeout_secs` for that time, and with `resume_streams`.
 //! The head of any other answer is waited for up to `engines.answer_timeout_secs`.
@@ -101,6 +102,8 @@ struct HeadWait {
     silent_max: Option<Duration>,
     /// The beginning of the answer is waited for.
     holds_head: bool,
+    /// Predicted time to the first token of a stream that is held back if it is late.
+    late: Option<Duration>,
 }
 
 enum Waited {
@@ -148,6 +151,8 @@ impl App {
         let predicted = placement.decision.predicted_ttft;
         let settings = self.settings.current();
         let first_token_max = settings.first_token_timeout();
+        let can_leave =
+            routing.rule == AnswerRule::Generated && placement.decision.compared.len() > 1;
         HeadWait {
             predicted: (!routing.streaming).then_some(predicted),
             silent_max: if routing.streaming {
@@ -157,7 +162,8 @@ impl App {
             },
             holds_head: routing.holds_head
                 || routing.streaming && first_token_max.is_some()
-                || routing.rule == AnswerRule::Generated && placement.decision.compared.len() > 1,
+                || can_leave,
+            late: (routing.streaming && can_leave).then_some(predicted),
         }
     }
 
@@ -171,6 +177,7 @@ impl App {
         let mut limits = self.head_wait(routing, placement);
         // No other worker can have it: a head shows nothing but that the first token is late.
         limits.holds_head = routing.streaming && limits.silent_max.is_some();
+        limits.late = None;
         placement.watch = None;
         let cancel = CancelCount::armed(&self.metrics, routing.cancel);
         let waited = wait_for_head(answer, limits, placement, |_| false, || false).await;
@@ -222,7 +229,7 @@ async fn wait_for_head(
     let (prefill_end, silent) = (pause(limits.predicted), pause(limits.silent_max));
     tokio::pin!(sent, prefill_end, silent);
     let source = placement.decision.source.clone();
-    let mut early = EarlyBytes::default();
+    let mut early = EarlyBytes::new(limits.late);
     let mut loss = None;
     let mut held: Option<EngineResponse> = None;
     let mut in_prefill = true;
@@ -259,7 +266,7 @@ async fn wait_for_head(
                 placement.watch = None;
                 placement.slot.prefill_predicted();
             }
-            after = &mut silent => return Waited::Head(Err(AttemptError::Silent(after))),
+            after = &mut silent, if !early.has_begun() => return Waited::Head(Err(AttemptError::Silent(after))),
             lost = next_loss(&mut placement.losses, &source, loss) => {
                 if leaves() {
                     return Waited::Head(Err(AttemptError::Lost(lost)));

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use tokio::time::advance;
+
+use super::world::Frozen;
 use super::*;
 
 async fn until_waiting(world: &World, count: i64) {
@@ -227,4 +230,68 @@ async fn the_body_of_an_error_ends_in_bounded_time() {
     assert!(response.bytes().await.is_err());
     assert_eq!(counting(&world), 1);
     world.until_quiet().await;
+}
+
+/// Seconds after which each event comes, and whether the client has the answer by then.
+async fn late_stream(events: &[(f64, bool)]) {
+    let _frozen = Frozen::new();
+    let (slow, other) = (Engine::start().await, Engine::start().await);
+    let world = World::with(&[&slow, &other]).await;
+    let client = TaskTracker::new().spawn(world.post("/v1/completions", &streaming()).send());
+    slow.until_asked().await;
+    for (number, (secs, is_passed)) in events.iter().enumerate() {
+        advance(Duration::from_secs_f64(*secs)).await;
+        slow.send(&event(number)).await;
+        if *is_passed {
+            let passed = async {
+                while !client.is_finished() {
+                    tokio::task::yield_now().await;
+                }
+            };
+            in_time("the stream begins", passed).await;
+        } else {
+            settle().await;
+            assert!(!client.is_finished(), "{events:?} {number}");
+        }
+    }
+    if client.is_finished() {
+        let mut response = client.await.unwrap().unwrap();
+        assert_eq!(response.headers()["x-warmroute-worker"], "w0");
+        let expected: String = (0..events.len()).map(event).collect();
+        let mut received = String::new();
+        while received.len() < expected.len() {
+            let chunk = in_time("the events", response.chunk()).await;
+            received += std::str::from_utf8(&chunk.unwrap().unwrap()).unwrap();
+        }
+        assert_eq!(received, expected);
+    } else {
+        let source = warmroute_proto::Source {
+            worker: "w0".into(),
+            dp_rank: warmroute_proto::DpRank(0),
+        };
+        world.app.core.losses().set_stalls(&[(source, 1)].into());
+        in_time("the other one is asked", other.until_asked()).await;
+        slow.until_abandoned().await;
+        client.abort();
+    }
+    world.until_quiet().await;
+}
+
+/// Lets what is on its way between client, router and engine arrive.
+async fn settle() {
+    for _ in 0..2_000 {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// An engine that crawls sends first tokens, and answers that never end.
+#[tokio::test(start_paused = true)]
+async fn a_late_stream_begins_once_its_tokens_follow_each_other() {
+    late_stream(&[(0.2, true)]).await;
+    late_stream(&[(2.0, false), (0.2, true)]).await;
+    late_stream(&[(4.0, false), (0.0, false), (0.5, false), (0.4, true)]).await;
+    // It leaves a source that is found stalled.
+    late_stream(&[(2.0, false), (2.0, false)]).await;
+    // Some streams are silent for minutes.
+    late_stream(&[(2.0, false), (8.0, true)]).await;
 }
