@@ -7,7 +7,7 @@ use fastrand::Rng;
 use reqwest::{Client, Response};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::fault::MARKER;
 use crate::fleet::client;
@@ -52,6 +52,16 @@ impl Load {
         }
     }
 
+    /// When a request is sent. While no cache prefers a worker, a second's requests are sent together:
+    /// one by one all would go to the worker that seems fastest.
+    fn due(self, number: u64) -> Duration {
+        let period = Duration::from_secs(1) / u32::try_from(self.per_second).unwrap();
+        match number < self.per_second * self.hot_secs {
+            true => period * u32::try_from(number).unwrap(),
+            false => Duration::from_secs(number / self.per_second),
+        }
+    }
+
     /// Longest time for a whole answer.
     fn patience(self) -> Duration {
         self.silence + 3 * LATE
@@ -76,10 +86,8 @@ pub(super) struct Sent {
 pub(super) async fn run(bases: &[String], load: Load) -> Vec<Sent> {
     let http = client().build().expect("a client");
     let (begun, mut requests) = (Instant::now(), JoinSet::new());
-    let mut ticks = interval(Duration::from_secs(1) / u32::try_from(load.per_second).unwrap());
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
     for number in 0..load.per_second * load.secs {
-        ticks.tick().await;
+        sleep_until(begun + load.due(number)).await;
         let router = usize::try_from(number).unwrap() % bases.len();
         let url = format!("{}{PATH}", bases[router]);
         // Each of two routers gets all kinds.
