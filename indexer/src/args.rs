@@ -7,9 +7,8 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use warmroute_plane::{ExistingStreams, InitConfig};
 use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
-use warmroute_process::build;
 use warmroute_process::byte_size::bytes;
-use warmroute_process::listen;
+use warmroute_process::{build, completions, listen};
 
 use crate::IndexerConfig;
 use crate::doctor::Expected;
@@ -19,10 +18,20 @@ use crate::snapshot::Schedule;
 ///
 /// Every flag can also be given as `WARMROUTE_<FLAG>`. A flag wins over the environment.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "warmroute-indexer", version = build::version(), max_term_width = 100)]
+#[command(
+    name = "warmroute-indexer",
+    version = build::version(),
+    max_term_width = 100,
+    subcommands = [completions::command().args(NatsArgs::hidden())],
+    after_help = AFTER_HELP
+)]
 pub struct IndexerArgs {
     #[command(subcommand)]
     pub command: Option<Command>,
+    /// Checks flags, keys and credentials, and exits: 0 if a start would accept them, else 2. Opens
+    /// no port.
+    #[arg(long)]
+    pub check: bool,
     /// Address of the HTTP API.
     #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0", value_parser = listen::host)]
     pub host: IpAddr,
@@ -73,6 +82,7 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Keys and credentials for nats-servers in operator mode, where a signature adds a worker. Works
     /// offline.
+    #[command(args = NatsArgs::hidden())]
     Credentials(CredentialsArgs),
 }
 
@@ -230,6 +240,14 @@ impl From<InitArgs> for InitConfig {
         }
     }
 }
+
+const AFTER_HELP: &str = "\
+Exit codes: 0 after a signal, a command or a successful check; 1 after a failure, and for a doctor
+that finds what needs action; 2 for flags that cannot be parsed, a check that fails, and a doctor
+that reaches no server.
+
+Example:
+  warmroute-indexer --nats-url nats://127.0.0.1:4222 --namespace prod";
 
 const PORT: u16 = 8090;
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{CommandFactory as _, Parser as _};
+use clap::{CommandFactory as _, FromArgMatches as _};
 use prometheus::IntCounter;
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -27,7 +27,9 @@ use warmroute_process::nats::NatsRole;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
-use warmroute_process::{announce, build, env, host, listen, logs, nats, print};
+use warmroute_process::{
+    announce, build, completions, env, failed, host, listen, logs, nats, print,
+};
 
 const NATS_ROLE: NatsRole = NatsRole {
     name: "warmroute-indexer",
@@ -35,19 +37,32 @@ const NATS_ROLE: NatsRole = NatsRole {
 };
 
 fn main() -> ExitCode {
-    let args = IndexerArgs::parse();
-    let failed = args.command.as_ref().map_or(1, Command::failed);
-    warmroute_process::main_or(ExitCode::from(failed), || start(args))
+    let matches = IndexerArgs::command().get_matches();
+    let args = IndexerArgs::from_arg_matches(&matches);
+    let command = args.as_ref().ok().and_then(|args| args.command.as_ref());
+    let code = command.map_or_else(|| failed(1), Command::failed);
+    warmroute_process::main_or(ExitCode::from(code), || {
+        match completions::printed(&matches, IndexerArgs::command())? {
+            true => Ok(ExitCode::SUCCESS),
+            false => start(args?),
+        }
+    })
 }
 
 fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
     env::check(&IndexerArgs::command())?;
-    let command = args.command.clone();
+    let (command, is_check) = (args.command.clone(), args.check);
     if let Some(Command::Credentials(CredentialsArgs { step })) = &command {
         return credentials(step, &args.nats);
     }
     let config = ProcessConfig::try_from(args)?;
     logs::install(&config.logs)?;
+    if is_check {
+        nats::check(&config.nats)?;
+        ApiKeys::load(config.api_key_file).context("reading --api-key-file")?;
+        print(format_args!("valid: flags, keys and credentials"))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

@@ -7,10 +7,9 @@ use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _};
 use clap::{Parser, ValueEnum};
 use serde::Deserialize;
 use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
-use warmroute_process::build;
 use warmroute_process::byte_size::bytes_within;
 use warmroute_process::engine_args::{block_size, is_endpoint, is_event_route, is_route_of};
-use warmroute_process::listen;
+use warmroute_process::{build, completions, listen};
 use warmroute_proto::registry::RANKS_MAX;
 use warmroute_proto::{BlockSize, WorkerId};
 
@@ -21,8 +20,19 @@ use crate::mirror::Assumptions;
 ///
 /// Every flag can also be set as `WARMROUTE_<FLAG>`. A flag takes precedence over the environment.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "warmroute-shim", version = build::version(), max_term_width = 100)]
+#[command(
+    name = "warmroute-shim",
+    version = build::version(),
+    max_term_width = 100,
+    subcommands = [completions::command().args(NatsArgs::hidden())],
+    subcommand_negates_reqs = true,
+    after_help = AFTER_HELP
+)]
 pub struct Args {
+    /// Checks flags, keys and credentials, and exits: 0 if a start would accept them, else 2. Opens
+    /// no port.
+    #[arg(long)]
+    pub check: bool,
     /// The worker's name, unique in the namespace.
     #[arg(
         long, env = "WARMROUTE_WORKER_ID", value_name = "NAME",
@@ -96,6 +106,14 @@ pub struct Args {
     #[command(flatten)]
     pub logs: LogArgs,
 }
+
+const AFTER_HELP: &str = "\
+Exit codes: 0 after a signal or a successful check; 1 after a failure; 2 for flags that cannot be
+parsed, and a check that fails.
+
+Example:
+  warmroute-shim --worker-id worker-0 --worker-url http://10.0.0.7:8000 \\
+    --nats-url nats://127.0.0.1:4222 --namespace prod --state-dir /var/lib/warmroute";
 
 const PORT: u16 = 8091;
 

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use clap::{CommandFactory as _, Parser as _};
+use clap::{CommandFactory as _, FromArgMatches as _};
 use prometheus::IntCounter;
 use warmroute_process::args::given;
 use warmroute_process::followed_file::FollowedFile;
@@ -29,8 +29,17 @@ fn main() -> ExitCode {
 
 fn start() -> anyhow::Result<()> {
     env::check(&Args::command())?;
-    let config = Config::try_from(Args::parse())?;
+    let matches = Args::command().get_matches();
+    if completions::printed(&matches, Args::command())? {
+        return Ok(());
+    }
+    let args = Args::from_arg_matches(&matches)?;
+    let is_check = args.check;
+    let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
+    if is_check {
+        return check(config);
+    }
     tracing::info!(
         version = build::version(),
         "starting: {}",
@@ -41,6 +50,14 @@ fn start() -> anyhow::Result<()> {
         .build()
         .context("starting the runtime")?
         .block_on(run(config))
+}
+
+/// Reads the files that a start reads.
+fn check(config: Config) -> anyhow::Result<()> {
+    nats::check(&config.nats)?;
+    engine_key(config.engine_key_file)?;
+    EngineTls::of_file(config.engine_ca.as_deref()).context("--engine-ca")?;
+    print(format_args!("valid: flags, keys and credentials"))
 }
 
 async fn run(mut config: Config) -> anyhow::Result<()> {

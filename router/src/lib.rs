@@ -17,6 +17,7 @@ mod answer_end;
 pub mod audit;
 mod batch_task;
 mod call_report;
+pub mod check;
 mod clock;
 pub mod config;
 mod demotions;

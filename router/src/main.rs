@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory as _, Parser as _};
+use clap::{CommandFactory as _, FromArgMatches as _};
 use tokio::runtime::Runtime;
 use warmroute_process::args::given;
-use warmroute_process::{announce, build, env, logs, print};
+use warmroute_process::{announce, build, completions, env, logs, print};
+use warmroute_router::check::check;
 use warmroute_router::config::{Config, KeyCommand, RouterArgs, RouterCommand, TraceCommand};
 use warmroute_router::fit::fit;
 use warmroute_router::run::{Addresses, run};
@@ -25,12 +26,21 @@ fn main() -> ExitCode {
 
 fn start() -> anyhow::Result<()> {
     env::check(&RouterArgs::command())?;
-    let args = RouterArgs::try_parse().unwrap_or_else(|error| explained(error).exit());
+    let matches = RouterArgs::command().try_get_matches();
+    let matches = matches.unwrap_or_else(|error| explained(error).exit());
+    if completions::printed(&matches, RouterArgs::command())? {
+        return Ok(());
+    }
+    let args = RouterArgs::from_arg_matches(&matches)?;
     if let Some(command) = &args.command {
         return run_command(command);
     }
+    let is_check = args.check;
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
+    if is_check {
+        return print(format_args!("{}", check(&config)?));
+    }
     tracing::info!(
         version = build::version(),
         "starting: {}",

@@ -23,7 +23,7 @@ use tokio::time::Duration;
 use crate::metrics::TokenizerStatus;
 use crate::tokenize::{EncoderKind, Tokenizer};
 
-pub(crate) use loader::{DefaultTokenizer, TokenizerLoader};
+pub(crate) use loader::{DefaultTokenizer, TokenizerLoader, check};
 pub(crate) use locate::HubCache;
 pub use locate::LocateError;
 
@@ -31,7 +31,7 @@ pub use locate::LocateError;
 const CACHE_BYTES: usize = 256 << 20;
 
 /// Names one tokenizer with its templates and rules. Never reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(crate) struct TokenizerVersion(u64);
 
 impl TokenizerVersion {

@@ -22,6 +22,10 @@ fn every_flag_has_its_environment_name_and_a_reason() {
             let Some(long) = flag.get_long() else {
                 continue;
             };
+            // An action, as --help is one: in the environment it would keep a process from serving.
+            if long == "check" {
+                continue;
+            }
             flags += 1;
             let expected = format!("WARMROUTE_{}", long.replace('-', "_").to_uppercase());
             let env = flag.get_env().and_then(|name| name.to_str());

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _};
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, Command};
+use clap::{Arg, ArgMatches, Args, Command};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::ParseError;
 use warmroute_proto::Namespace;
@@ -39,6 +39,19 @@ pub struct NatsArgs {
     /// once.
     #[arg(long, global = true, env = "WARMROUTE_INIT")]
     pub init: bool,
+}
+
+impl NatsArgs {
+    /// The flags, for a sub-command that connects to nothing: accepted, since they are global, and
+    /// not shown in its help. Its namespace is shown.
+    #[must_use]
+    pub fn hidden() -> Vec<Arg> {
+        let all = Self::augment_args(Command::new("nats"));
+        let flags = all
+            .get_arguments()
+            .filter(|flag| flag.get_id() != "namespace");
+        flags.map(|flag| flag.clone().hide(true)).collect()
+    }
 }
 
 /// Shows no secrets.
@@ -108,6 +121,14 @@ pub struct TlsSpec {
     pub authority: Option<PathBuf>,
     /// Certificate and key.
     pub identity: Option<(PathBuf, PathBuf)>,
+}
+
+impl TlsSpec {
+    pub fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        let identity = self.identity.iter();
+        let identity = identity.flat_map(|(certificate, key)| [certificate, key]);
+        self.authority.iter().chain(identity)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

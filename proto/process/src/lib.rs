@@ -1,8 +1,9 @@
-//! The process around the core of every Warmroute binary: shared flags and environment names
-//! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`] and a bound of
-//! their lines ([`log_limit`]), [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`],
-//! [`connection_threads`], [`engine_answer`]), [`tls`], files that are read again ([`small_file`],
-//! [`followed_file`]), [`open_files`], [`tasks`], [`signals`], and the life cycle ([`host`]).
+//! The process around the core of every Warmroute binary: shared flags, environment names and
+//! [`completions`] ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]),
+//! [`logs`] and a bound of their lines ([`log_limit`]), [`metrics`] and their reader
+//! ([`metrics_page`]), HTTP ([`server`], [`connection_threads`], [`engine_answer`]), [`tls`], files
+//! that are read again ([`small_file`], [`followed_file`]), [`open_files`], [`tasks`], [`signals`],
+//! and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
 
 pub mod access;
@@ -10,6 +11,7 @@ pub mod args;
 pub mod blocking;
 pub mod build;
 pub mod byte_size;
+pub mod completions;
 pub mod connection_threads;
 pub mod engine_answer;
 pub mod engine_args;
@@ -55,7 +57,19 @@ pub fn print(output: std::fmt::Arguments<'_>) -> anyhow::Result<()> {
 
 /// A binary's `main`: runs `start` and writes its error to stderr, without a backtrace.
 pub fn main(start: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
-    main_or(ExitCode::FAILURE, || start().map(|()| ExitCode::SUCCESS))
+    main_or(ExitCode::from(failed(1)), || {
+        start().map(|()| ExitCode::SUCCESS)
+    })
+}
+
+/// Exit code of a failure: 2 under `--check`, which wrong arguments have too, else `otherwise`.
+#[must_use]
+pub fn failed(otherwise: u8) -> u8 {
+    // The raw arguments, since parsed ones may be what fails.
+    match std::env::args_os().any(|argument| argument == "--check") {
+        true => 2,
+        false => otherwise,
+    }
 }
 
 /// Like [`main()`], for binaries with several exit codes.

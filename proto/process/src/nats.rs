@@ -15,7 +15,7 @@ use warmroute_plane::{
 };
 use warmroute_proto::Namespace;
 
-use crate::args::{NatsArgs, redacted};
+use crate::args::{NatsArgs, TlsSpec, redacted};
 use crate::joining::{Joined, JoiningPlane};
 use crate::metrics::MetricsText;
 use crate::tasks::Tasks;
@@ -276,6 +276,18 @@ pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
         };
     }
     Ok(config)
+}
+
+/// Whether a connection can be configured: its URL, credentials and files. Connects to nothing.
+pub fn check(args: &NatsArgs) -> anyhow::Result<()> {
+    config(args, "check")?;
+    log(args)?;
+    let tls = args.nats_tls.iter();
+    for file in tls.flat_map(TlsSpec::files) {
+        let read = fs::read(file).with_context(|| format!("--nats-tls {}", file.display()))?;
+        anyhow::ensure!(!read.is_empty(), "--nats-tls {} is empty", file.display());
+    }
+    Ok(())
 }
 
 /// Where the log is, by the end of `--nats-url`: `?log=none`.

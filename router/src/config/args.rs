@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args as Group, Parser, Subcommand};
 use warmroute_process::args::{LogArgs, NatsArgs};
-use warmroute_process::build;
 use warmroute_process::byte_size::bytes_within;
 use warmroute_process::engine_args::block_size;
 use warmroute_process::listen::{host, port};
+use warmroute_process::{build, completions};
 use warmroute_proto::BlockSize;
 
 use super::worker::WorkerSpec;
@@ -26,7 +26,11 @@ use crate::tune::TuneArgs;
     name = "warmroute-router",
     version = build::version(),
     max_term_width = 100,
-    args_conflicts_with_subcommands = true
+    args_conflicts_with_subcommands = true,
+    subcommands = [completions::command()],
+    // No command connects to NATS or writes logs.
+    mut_args = |flag| flag.global(false),
+    after_help = AFTER_HELP
 )]
 pub struct RouterArgs {
     /// Without a command the router serves.
@@ -35,6 +39,10 @@ pub struct RouterArgs {
     /// TOML file of further settings, read again on SIGHUP and when it changes.
     #[arg(long, env = "WARMROUTE_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// Checks flags, settings, keys, certificates and tokenizers, and exits: 0 if a start would
+    /// accept them, else 2. Opens no port.
+    #[arg(long)]
+    pub check: bool,
     #[command(flatten)]
     pub listen: ListenArgs,
     #[command(flatten)]
@@ -188,6 +196,13 @@ impl std::str::FromStr for WorkerList {
             .map(Self)
     }
 }
+
+const AFTER_HELP: &str = "\
+Exit codes: 0 after a signal, a command or a successful check; 1 after a failure; 2 for flags that
+cannot be parsed, and a check that fails.
+
+Example:
+  warmroute-router --worker http://127.0.0.1:8000 --tokenizer Qwen/Qwen3-0.6B";
 
 const PUBLIC_PORT: u16 = 8080;
 const ADMIN_PORT: u16 = 29000;

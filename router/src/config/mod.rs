@@ -97,6 +97,7 @@ impl TryFrom<RouterArgs> for Config {
     fn try_from(args: RouterArgs) -> Result<Self, RouterConfigError> {
         let RouterArgs {
             command: _,
+            check: _,
             config,
             listen,
             fleet,

@@ -1,15 +1,16 @@
 //! Keys as the settings file has them.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::CommandFactory as _;
-use serde::Deserialize;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 use time::{Date, Month, PrimitiveDateTime, Time, UtcOffset};
 use toml::value::{Datetime, Offset};
-use warmroute_process::access::keys::{
-    KEY_PREFIX, KeyHash, KeyHashError, KeyId, KeyIdError, StoredKey,
-};
+use warmroute_process::access::keys::{KEY_PREFIX, KeyHash, KeyId, StoredKey};
 use warmroute_process::access::{OperatorKey, Role};
 
 use super::tls::PortTls;
@@ -52,10 +53,13 @@ impl Default for AdminSettings {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OperatorKeyRow {
-    id: String,
-    sha256: String,
+    #[serde(deserialize_with = "parsed")]
+    id: KeyId,
+    #[serde(deserialize_with = "parsed")]
+    sha256: KeyHash,
     role: RoleName,
-    expires: Option<Datetime>,
+    #[serde(default, deserialize_with = "expiry")]
+    expires: Option<i64>,
 }
 
 /// [`Role`] as the file names it.
@@ -66,54 +70,52 @@ enum RoleName {
     Operate,
 }
 
-/// Why a key is refused. The parser adds the line.
+/// Why keys are refused together.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum KeyError {
-    #[error(transparent)]
-    Id(#[from] KeyIdError),
-    #[error("key {id}: {error}")]
-    Hash { id: KeyId, error: KeyHashError },
-    #[error("key {0}: expires is no date, and no date with time and offset")]
-    Expiry(KeyId),
     #[error("two keys have the id or the hash of {0}")]
     Twice(KeyId),
 }
 
 fn operator_keys<'de, D>(deserializer: D) -> Result<Arc<[OperatorKey]>, D::Error>
 where
-    D: serde::Deserializer<'de>,
+    D: Deserializer<'de>,
 {
     let rows = Vec::<OperatorKeyRow>::deserialize(deserializer)?;
-    let keys = rows.into_iter().map(|row| {
-        let role = match row.role {
+    let keys = rows.into_iter().map(|row| OperatorKey {
+        key: StoredKey {
+            id: row.id,
+            hash: row.sha256,
+            expires_unix_s: row.expires,
+        },
+        role: match row.role {
             RoleName::Read => Role::Read,
             RoleName::Operate => Role::Operate,
-        };
-        let key = stored_key(&row.id, &row.sha256, row.expires)?;
-        Ok(OperatorKey { key, role })
+        },
     });
-    let keys: Result<Vec<_>, KeyError> = keys.collect();
-    let keys = keys.map_err(serde::de::Error::custom)?;
-    distinct(keys.iter().map(|one| &one.key)).map_err(serde::de::Error::custom)?;
+    let keys: Vec<_> = keys.collect();
+    distinct(keys.iter().map(|one| &one.key)).map_err(D::Error::custom)?;
     Ok(keys.into())
 }
 
-pub(super) fn stored_key(
-    id: &str,
-    sha256: &str,
-    expires: Option<Datetime>,
-) -> Result<StoredKey, KeyError> {
-    let id: KeyId = id.parse()?;
-    let hash: Result<KeyHash, _> = sha256.parse();
-    let expires = expires.map(|at| unix_s(at).ok_or_else(|| KeyError::Expiry(id.clone())));
-    Ok(StoredKey {
-        hash: hash.map_err(|error| KeyError::Hash {
-            id: id.clone(),
-            error,
-        })?,
-        expires_unix_s: expires.transpose()?,
-        id,
-    })
+/// A field that is parsed where it stands, so that an error has its line.
+pub(super) fn parsed<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: FromStr<Err: Display>,
+{
+    let text = String::deserialize(deserializer)?;
+    text.parse().map_err(D::Error::custom)
+}
+
+/// The second, since the Unix epoch, from which on a key is refused.
+pub(super) fn expiry<'de, D>(deserializer: D) -> Result<Option<i64>, D::Error>
+where
+    D: Deserializer<'de>,
+{
+    let second = unix_s(Datetime::deserialize(deserializer)?);
+    let fault = "expires is no date, and no date with time and offset";
+    second.map(Some).ok_or_else(|| D::Error::custom(fault))
 }
 
 /// Fails if two keys have one name in logs, or if one key has two owners.
@@ -295,6 +297,16 @@ mod tests {
             (
                 "[[tenants]]\nname = \"a\"\nkeys = [\"x\"]",
                 "line 3, column 9: invalid type: string \"…\", expected a table",
+            ),
+            (
+                "[[tenants]]\nname = \"a\"\n\n[[tenants]]\nname = \"b\"\nkeys = [\n\
+                 { id = \"k\", sha256 = \"0\" },\n]",
+                "line 7, column 22: sha256 is not a SHA-256 of 64 hexadecimal digits",
+            ),
+            (
+                "[[tenants]]\nname = \"a\"\n\n[[tenants]]\nname = \"b c\"",
+                "line 5, column 8: \"…\" is not a name of 1 to 64 letters, digits, '.', '_' and \
+                 '-'",
             ),
         ] {
             let shown = Settings::parse(text).unwrap_err().to_string();

@@ -56,6 +56,10 @@ impl ModelTable {
         table
     }
 
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// The settings of the model that engines serve under this name.
     pub(crate) fn of(&self, served: &str) -> Option<&ModelSettings> {
         let by_alias = || self.0.values().find(|model| model.aliases.contains(served));

@@ -6,10 +6,9 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 use serde::de::Error as _;
-use toml::value::Datetime;
-use warmroute_process::access::keys::{KeyId, StoredKey};
+use warmroute_process::access::keys::{KeyHash, KeyId, StoredKey};
 
-use super::keys::{KeyError, distinct, stored_key};
+use super::keys::{KeyError, distinct, expiry, parsed};
 
 /// One tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,7 +72,8 @@ fn is_match(pattern: &str, name: &str) -> bool {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TenantRow {
-    name: String,
+    #[serde(deserialize_with = "parsed")]
+    name: KeyId,
     #[serde(default)]
     keys: Vec<KeyRow>,
     #[serde(default = "all_models")]
@@ -89,15 +89,22 @@ struct TenantRow {
     client_priority: bool,
     #[serde(default)]
     salt: SaltRule,
-    salt_group: Option<String>,
+    salt_group: Option<GroupName>,
 }
+
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct GroupName(#[serde(deserialize_with = "parsed")] KeyId);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct KeyRow {
-    id: String,
-    sha256: String,
-    expires: Option<Datetime>,
+    #[serde(deserialize_with = "parsed")]
+    id: KeyId,
+    #[serde(deserialize_with = "parsed")]
+    sha256: KeyHash,
+    #[serde(default, deserialize_with = "expiry")]
+    expires: Option<i64>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -108,11 +115,9 @@ enum SaltRule {
     Tenant,
 }
 
-/// Why a tenant is refused. The parser adds the line.
+/// Why tenants are refused whose fields are in order.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 enum TenantError {
-    #[error("tenant {name}: {error}")]
-    Key { name: String, error: KeyError },
     #[error("two tenants are named {0}")]
     Twice(KeyId),
     #[error("tenant {0}: salt_group has no effect without salt = \"tenant\"")]
@@ -142,24 +147,21 @@ where
 }
 
 fn rules(row: TenantRow) -> Result<TenantRules, TenantError> {
-    let of_tenant = |error| TenantError::Key {
-        name: row.name.clone(),
-        error,
-    };
-    let name: KeyId = row.name.parse().map_err(|e| of_tenant(KeyError::Id(e)))?;
-    let keys = row.keys.into_iter();
-    let keys = keys.map(|key| stored_key(&key.id, &key.sha256, key.expires));
-    let keys = keys.collect::<Result<_, _>>().map_err(of_tenant)?;
-    let group = row.salt_group.map(|group| group.parse());
-    let group = group.transpose().map_err(|e| of_tenant(KeyError::Id(e)))?;
-    let salt_group = match (row.salt, group) {
+    let name = row.name;
+    let keys = row.keys.into_iter().map(|key| StoredKey {
+        id: key.id,
+        hash: key.sha256,
+        expires_unix_s: key.expires,
+    });
+    let salt_group = match (row.salt, row.salt_group) {
         (SaltRule::None, Some(_)) => return Err(TenantError::Group(name)),
         (SaltRule::None, None) => None,
-        (SaltRule::Tenant, group) => Some(group.unwrap_or_else(|| name.clone())),
+        (SaltRule::Tenant, None) => Some(name.clone()),
+        (SaltRule::Tenant, Some(GroupName(group))) => Some(group),
     };
     Ok(TenantRules {
         name,
-        keys,
+        keys: keys.collect(),
         models: row.models,
         limits: TenantLimits {
             requests_per_second: row.requests_per_second,

@@ -78,6 +78,33 @@ impl DefaultTokenizer {
     }
 }
 
+/// Reads the tokenizers that `--tokenizer` and the settings name, under the bound in bytes. Returns
+/// their number.
+pub(crate) fn check(default: Option<&Path>, settings: &Settings) -> anyhow::Result<usize> {
+    let hub = HubCache::from_env();
+    let mut sources: BTreeMap<ModelSource, String> = BTreeMap::new();
+    for served in settings.models.names() {
+        let names = ModelNames { served, root: None };
+        let found = locate(names, settings, default, &hub);
+        let found = found.with_context(|| format!("models.{served:?}.tokenizer"))?;
+        if let Some(source) = found {
+            sources.insert(source, format!("models.{served:?}"));
+        }
+    }
+    if let Some(path) = default {
+        sources.insert(plain_source(path), "--tokenizer".to_owned());
+    }
+    let mut left = settings.max_tokenizer_bytes();
+    for (source, named) in &sources {
+        let read = read(source, None, left, TokenizerVersion::default());
+        match read.with_context(|| format!("{named}: {}", source.path.display()))? {
+            SourceRead::Loaded(loaded) => left = left.saturating_sub(loaded.bytes),
+            SourceRead::Unchanged => {}
+        }
+    }
+    Ok(sources.len())
+}
+
 /// One source of a tokenizer, shared by the models that use it.
 #[derive(Default)]
 struct KnownSource {
