@@ -143,8 +143,7 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
         state.probes = Some(look.probe(&state, &tls).await.context("probing engines")?);
     }
     if let Some(urls) = &how.nats_monitor {
-        let refused = refused_clients(urls).await.context("--nats-monitor")?;
-        state.refused = Some(refused);
+        state.monitors = Some(refused_clients(urls).await);
     }
     state.complaint = bus.last_server_error();
     state.expected = how.expected();

@@ -339,6 +339,11 @@ codes! {
         effect: "it reaches nothing: its worker is chosen by load, or not known",
         run: "allow the user again, or give the process other credentials; its log has `the \
               server refuses the credentials`";
+    MonitorUnread = "monitor_unread", Warning,
+        cause: "a URL of --nats-monitor does not answer as the monitoring port of a server: a \
+                wrong address, a firewall, or a stopped server",
+        effect: "none; clients that this server refuses are not found here",
+        run: "curl URL/connz; correct --nats-monitor, or set http_port in nats.conf";
     AnswersTooLarge = "answers_too_large", Warning,
         cause: "answers exceed max_payload of the NATS servers",
         effect: "routers decide such prompts without this index",

@@ -32,7 +32,7 @@ use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
 pub use finding::{Code, Finding, Severity};
 pub use page::Report;
 pub use probe::{EngineProbe, ProbeOutcome};
-pub use refused::{RefusedClient, refused_clients};
+pub use refused::{MonitorAnswers, RefusedClient, refused_clients};
 pub use registry::Registry;
 
 use crate::same_log::LogMatch;
@@ -74,8 +74,8 @@ pub struct PlaneState {
     pub complaint: Option<String>,
     /// Probes of engines, if any were asked for.
     pub probes: Option<Vec<EngineProbe>>,
-    /// Clients that the servers refuse, if their monitoring ports were asked.
-    pub refused: Option<Vec<RefusedClient>>,
+    /// What the servers' monitoring ports answered, if they were asked.
+    pub monitors: Option<MonitorAnswers>,
     /// Local clock.
     pub unix_ns: u64,
     pub expected: Expected,

@@ -63,23 +63,33 @@ struct ClosedConnection {
     reason: String,
 }
 
-/// Asks the monitoring ports at these URLs, separated by commas.
-pub async fn refused_clients(urls: &str) -> anyhow::Result<Vec<RefusedClient>> {
-    let http = EngineTls::system()?.client().timeout(DEADLINE).build()?;
-    let mut refused = Vec::new();
-    for url in urls.split(',').map(str::trim) {
-        let found = refused_at(&http, url).await;
-        refused.extend(found.with_context(|| redacted(url))?);
-    }
-    Ok(refused)
+/// What the monitoring ports of the servers answered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MonitorAnswers {
+    pub refused: Vec<RefusedClient>,
+    /// URLs that gave no answer, without credentials, and why.
+    pub unread: Vec<String>,
 }
 
-async fn refused_at(http: &Client, url: &str) -> anyhow::Result<Vec<RefusedClient>> {
+/// Asks the monitoring ports at these URLs, separated by commas.
+pub async fn refused_clients(urls: &str) -> MonitorAnswers {
+    let mut answers = MonitorAnswers::default();
+    for url in urls.split(',').map(str::trim) {
+        match refused_at(url).await {
+            Ok(found) => answers.refused.extend(found),
+            Err(error) => answers.unread.push(format!("{}: {error:#}", redacted(url))),
+        }
+    }
+    answers
+}
+
+async fn refused_at(url: &str) -> anyhow::Result<Vec<RefusedClient>> {
     let port = Url::parse(url).ok();
     let is_http = port.is_some_and(|url| matches!(url.scheme(), "http" | "https"));
     ensure!(is_http, "it is no http:// or https:// URL");
     let asked = format!("{}{CLOSED}", url.trim_end_matches('/'));
-    let body = answer(http, asked).await?;
+    let http = EngineTls::system()?.client().timeout(DEADLINE).build()?;
+    let body = answer(&http, asked).await?;
     refused_in(&body).context("it is no monitoring port")
 }
 
@@ -120,9 +130,13 @@ fn is_refusal(reason: &str) -> bool {
 }
 
 pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
-    let Some(refused) = &state.refused else {
+    let Some(answers) = &state.monitors else {
         return;
     };
+    let MonitorAnswers { refused, unread } = answers;
+    for url in unread {
+        findings.add(Code::MonitorUnread, url);
+    }
     for one in refused.iter().take(SHOWN_MAX) {
         let user = match &one.user {
             Some(user) if *user != one.name => format!(", user {}", shown(user)),
@@ -162,7 +176,10 @@ mod tests {
             ),
             ("http://me:secret@", "no http:// or https:// URL"),
         ] {
-            let error = format!("{:#}", refused_clients(url).await.unwrap_err());
+            let answers = refused_clients(url).await;
+            let [error] = &answers.unread[..] else {
+                panic!("{answers:?}");
+            };
             assert!(error.contains(why), "{error}");
             assert!(
                 error.contains("http://…@") || error.contains("nats://…@"),
@@ -183,7 +200,7 @@ mod tests {
             while client.write_all(&[b' '; 1 << 16]).await.is_ok() {}
         };
         let (asked, ()) = tokio::join!(refused_clients(&url), endless);
-        let error = format!("{:#}", asked.unwrap_err());
+        let error = &asked.unread[0];
         assert!(error.contains("more than"), "{error}");
     }
 
@@ -199,7 +216,10 @@ mod tests {
             times: 1,
         };
         let state = PlaneState {
-            refused: Some(vec![refused]),
+            monitors: Some(MonitorAnswers {
+                refused: vec![refused],
+                unread: Vec::new(),
+            }),
             ..PlaneState::default()
         };
         let mut findings = Findings::default();

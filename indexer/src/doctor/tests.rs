@@ -213,7 +213,7 @@ fn healthy() -> PlaneState {
         faults: [("a".to_owned(), ReplicaFaults::default())].into(),
         complaint: None,
         probes: None,
-        refused: None,
+        monitors: None,
         unix_ns: NOW,
         expected: Expected {
             indexers: Some(2),
@@ -754,17 +754,27 @@ fn a_drained_worker_that_returned_is_named() {
 #[test]
 fn refused_clients_are_named() {
     check(Code::CredentialsRefused, |state| {
-        state.refused = Some(vec![RefusedClient {
+        let refused = RefusedClient {
             name: "warmroute-shim-1".to_owned(),
             ip: "10.0.0.7".to_owned(),
             user: None,
             reason: "Authentication Failure".to_owned(),
             times: 31,
-        }]);
+        };
+        state.monitors = Some(MonitorAnswers {
+            refused: vec![refused],
+            ..MonitorAnswers::default()
+        });
     });
     let mut state = healthy();
-    state.refused = Some(Vec::new());
+    state.monitors = Some(MonitorAnswers::default());
     assert_eq!(codes(&diagnose(&state)), []);
+    check(Code::MonitorUnread, |state| {
+        state.monitors = Some(MonitorAnswers {
+            unread: vec!["http://127.0.0.1:9: error sending request".to_owned()],
+            ..MonitorAnswers::default()
+        });
+    });
 }
 
 #[test]
