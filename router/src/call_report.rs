@@ -340,6 +340,7 @@ impl CallReport {
             cached_tokens: self.cached_tokens,
             outcome: outcome(self.end),
             placement: placement.map(|placement| recorded_placement(&placement.decision)),
+            tenant: self.tenant.as_ref().map(|name| name.as_str().into()),
         }
     }
 }

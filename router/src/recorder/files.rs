@@ -23,7 +23,7 @@ const FILE_BYTES_MAX: u64 = 4 << 20;
 /// Files of the smallest directory.
 const FILES_MIN: u64 = 8;
 
-/// A record without its prompt's blocks: two names, and numbers.
+/// A record without its prompt's blocks: three names, and numbers.
 const FACTS_BYTES_MAX: u64 = 16 << 10;
 
 /// For the router's user alone.

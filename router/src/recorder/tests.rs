@@ -84,6 +84,7 @@ impl Running {
             cached_tokens: None,
             outcome: RecordedOutcome::Completed,
             placement: None,
+            tenant: None,
         };
         let ticket = self.recorder.open(prompt).unwrap();
         ticket.end(Instant::now(), facts);

@@ -81,6 +81,7 @@ fn recorded(profile: &EngineProfile, rate: f64) -> Recording {
                 prefill: Duration::ZERO,
                 decode: Duration::ZERO,
             }),
+            tenant: None,
         };
         encoder.encode(&facts, prompt.blocks(), &mut bytes);
     }

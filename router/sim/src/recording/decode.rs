@@ -213,6 +213,11 @@ impl FileDecoder {
                 1 => Some(self.placement(cursor)?),
                 _ => return Err("unknown placement"),
             },
+            tenant: match cursor.byte()? {
+                0 => None,
+                1 => Some(self.name(cursor)?),
+                _ => return Err("unknown tenant"),
+            },
         };
         let last = self.blocks(cursor, tree)?;
         let depth = last.map_or(0, |last| tree.depths[last.0 as usize]);

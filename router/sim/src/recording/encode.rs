@@ -80,6 +80,13 @@ impl FileEncoder {
                 self.placement(placement);
             }
         }
+        match &facts.tenant {
+            None => self.payload.push(0),
+            Some(tenant) => {
+                self.payload.push(1);
+                self.name(tenant);
+            }
+        }
         self.blocks(blocks);
         self.finish(out);
     }

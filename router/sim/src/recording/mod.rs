@@ -22,7 +22,7 @@ pub use decode::{BlockNode, NamedFile, Recording, RecordingError, is_recording};
 pub use encode::{FileEncoder, RecordingSalt};
 
 /// First bytes of each file; the last one is the version.
-const MAGIC: [u8; 8] = *b"wrmrec\0\x01";
+const MAGIC: [u8; 8] = *b"wrmrec\0\x02";
 
 /// Kinds of frames: the first byte of a payload.
 const HEADER: u8 = 0;
@@ -124,6 +124,8 @@ pub struct RequestFacts {
     pub outcome: RecordedOutcome,
     /// `None` if no worker took it.
     pub placement: Option<RecordedPlacement>,
+    /// The tenant of its key, if the router has tenants.
+    pub tenant: Option<Arc<str>>,
 }
 
 /// Where a request ran, and what the router expected there.

@@ -23,6 +23,7 @@ fn facts(arrived_ms: u64) -> RequestFacts {
             prefill: Duration::from_micros(30_000),
             decode: Duration::ZERO,
         }),
+        tenant: Some("search".into()),
     }
 }
 
@@ -58,6 +59,7 @@ fn a_request_is_read_as_it_was_written() {
         ttft: None,
         cached_tokens: None,
         placement: None,
+        tenant: None,
         outcome: RecordedOutcome::Unplaced,
         ..facts(u64::from(u32::MAX))
     };
@@ -149,7 +151,7 @@ fn damage_is_an_error_with_file_and_record() {
         "f, record 2: its check sum is wrong"
     );
     let mut newer = good.clone();
-    newer[7] = 2;
+    newer[7] += 1;
     assert!(is_recording(&newer));
     assert!(
         decode(&[&newer])

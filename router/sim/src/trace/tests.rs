@@ -153,6 +153,7 @@ mod recorded {
                 cached_tokens: None,
                 outcome: asked.outcome,
                 placement: None,
+                tenant: None,
             };
             encoder.encode(&facts, &blocks, &mut bytes);
         }
