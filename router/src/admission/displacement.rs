@@ -1,14 +1,17 @@
 //! Which waiting requests yield to a new one at a bound. Pure.
 //!
-//! A request yields if it is of a later level, or of the same level and of a tenant that has more in
-//! the queue than the new one's: more requests at a bound of requests, more bytes at the bound of
-//! bytes. A tenant cannot fill the queue against others.
+//! Each level below the first that waits has a share of the bound: an equal part of one of
+//! [`LOW_TURN`], as such levels are served one of so many times. What a level has beyond its share
+//! yields to earlier levels, and to later ones within their shares; the first level has the rest.
+//! Within a level a request yields if its tenant has more in the queue than the new one's: more
+//! requests at a bound of requests, more bytes at the bound of bytes. A tenant cannot fill the queue
+//! against others, nor a level against later ones.
 
 use std::cmp::{Ordering, Reverse};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::fair_queue::{FairQueue, QueueSize, QueueSpot, TenantLine, TicketNumber};
+use super::fair_queue::{FairQueue, LOW_TURN, QueueSize, QueueSpot, TenantLine, TicketNumber};
 use super::line::{QueueAtBound, QueueBounds, QueueLine, TenantName};
 
 /// Most requests that yield to one.
@@ -20,6 +23,16 @@ enum ExceededBound {
     ModelRequests,
     Requests,
     Bytes,
+}
+
+impl ExceededBound {
+    const fn of(self, bounds: &QueueBounds) -> usize {
+        match self {
+            Self::ModelRequests => bounds.requests_per_model,
+            Self::Requests => bounds.requests,
+            Self::Bytes => bounds.bytes,
+        }
+    }
 }
 
 /// A line less its requests that yield.
@@ -93,7 +106,7 @@ pub(super) fn victims<T>(
         if victims.len() == DISPLACED_MAX {
             return Err(QueueAtBound);
         }
-        let longest = longest(&mut lines, new, bytes, bound)?;
+        let longest = longest(&mut lines, new, bytes, bound, bounds)?;
         let is_next = |(number, model, _): &(TicketNumber, &Arc<str>, usize)| {
             let counts = bound != ExceededBound::ModelRequests || ***model == *new.model;
             counts && !numbers.contains(number)
@@ -136,12 +149,62 @@ fn shortened<'q, T>(queue: &'q FairQueue<T>, model: &str) -> Vec<ShortenedLine<'
     lines.collect()
 }
 
-/// The longest line of the level that is served last, if it yields.
+/// How much of a bound the levels have that wait, and the new request's.
+struct LevelShares {
+    first: i64,
+    lengths: BTreeMap<i64, usize>,
+    /// The first level's part.
+    rest: usize,
+    /// Each later level's part.
+    share: usize,
+}
+
+impl LevelShares {
+    fn new<T>(
+        lines: &[ShortenedLine<'_, T>],
+        new_level: i64,
+        bound: ExceededBound,
+        bounds: &QueueBounds,
+    ) -> Self {
+        let mut lengths = BTreeMap::from([(new_level, 0)]);
+        for line in lines.iter().filter(|line| line.length(bound) > 0) {
+            *lengths.entry(line.level).or_default() += line.length(bound);
+        }
+        let whole = bound.of(bounds);
+        let later = lengths.len() - 1;
+        // The only place is the first level's.
+        let low_part = match whole {
+            0 | 1 => 0,
+            _ => (whole / LOW_TURN as usize).max(1),
+        };
+        let share = low_part.checked_div(later).unwrap_or(0);
+        Self {
+            first: lengths.keys().next().copied().unwrap_or(new_level),
+            lengths,
+            rest: whole.saturating_sub(share * later),
+            share,
+        }
+    }
+
+    /// Whether the level is beyond its share with so much more.
+    fn is_beyond(&self, level: i64, added: usize) -> bool {
+        let share = if level == self.first {
+            self.rest
+        } else {
+            self.share
+        };
+        let length = self.lengths.get(&level).copied().unwrap_or(0);
+        length.saturating_add(added) > share
+    }
+}
+
+/// The longest line of the last level with one that yields.
 fn longest<'l, 'q, T>(
     lines: &'l mut [ShortenedLine<'q, T>],
     new: &QueueLine,
     bytes: usize,
     bound: ExceededBound,
+    bounds: &QueueBounds,
 ) -> Result<&'l mut ShortenedLine<'q, T>, QueueAtBound> {
     let mut own = lines.iter();
     let own = own.find(|line| line.level == new.level && *line.tenant == new.tenant);
@@ -150,12 +213,16 @@ fn longest<'l, 'q, T>(
         ExceededBound::ModelRequests | ExceededBound::Requests => 1,
         ExceededBound::Bytes => bytes,
     };
-    let waiting = lines.iter_mut().filter(|line| line.length(bound) > 0);
-    let longest = waiting.max_by_key(|line| (line.level, line.length(bound)));
+    let shares = LevelShares::new(lines, new.level, bound, bounds);
+    let is_within = !shares.is_beyond(new.level, added);
     let yields = |line: &ShortenedLine<'q, T>| match line.level.cmp(&new.level) {
-        Ordering::Less => false,
+        Ordering::Less => is_within && shares.is_beyond(line.level, 0),
         Ordering::Equal => line.length(bound) > own.saturating_add(added),
-        Ordering::Greater => true,
+        Ordering::Greater => shares.is_beyond(line.level, 0),
     };
-    longest.filter(|line| yields(line)).ok_or(QueueAtBound)
+    let yielding = lines.iter_mut().filter(|line| line.length(bound) > 0);
+    yielding
+        .filter(|line| yields(line))
+        .max_by_key(|line| (line.level, line.length(bound)))
+        .ok_or(QueueAtBound)
 }

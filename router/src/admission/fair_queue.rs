@@ -27,7 +27,7 @@ const QUANTUM_TOKENS: u64 = 1024;
 const BEFORE_TURN_MAX: u32 = 3;
 
 /// One of so many requests is of a level below the first.
-const LOW_TURN: u32 = 8;
+pub(super) const LOW_TURN: u32 = 8;
 
 /// Order of arrival. A request that returns to the queue keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -12,8 +12,8 @@ const WINDOW: Duration = Duration::from_secs(60);
 /// Clients count in seconds.
 pub(crate) const RETRY_AFTER_MIN: Duration = Duration::from_secs(1);
 
-/// Longest `Retry-After`.
-const RETRY_AFTER_MAX: Duration = Duration::from_secs(600);
+/// Longest `Retry-After`: OpenAI's clients do not wait longer, and give up.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(120);
 
 /// The recent departures.
 #[derive(Debug, Default)]

@@ -65,7 +65,6 @@ fn at_a_bound_the_longest_line_of_the_last_level_yields() {
         assert_eq!(room.join("m", 0, "flood"), Ok(vec![]));
     }
     assert_eq!(room.join("m", 0, "flood"), Err(QueueAtBound));
-    assert_eq!(room.join("m", 1, "late"), Err(QueueAtBound));
     // The newest of the flood's.
     assert_eq!(room.join("m", 0, "rare"), Ok(vec![5]));
     assert_eq!(room.join("m", 0, "rare"), Ok(vec![4]));
@@ -80,6 +79,84 @@ fn at_a_bound_the_longest_line_of_the_last_level_yields() {
     assert_eq!(room.room.size().requests, 10);
     assert_eq!(room.join("o", 0, "flood").unwrap().len(), 1);
     assert_eq!(room.room.size().requests, 10);
+}
+
+const HUNDREDS: QueueBounds = QueueBounds {
+    requests: 800,
+    requests_per_model: 80,
+    bytes: 1 << 20,
+};
+
+/// At the bound one of eight places in the queue is of later levels, as one of eight free places is.
+#[test]
+fn a_level_keeps_its_share_of_a_bound_against_earlier_and_later_ones() {
+    let mut room = Room::new();
+    let mut join = |level, tenant| {
+        let joined = room.join_with("m", level, tenant, 10, &HUNDREDS);
+        joined.map(|displaced| displaced.len())
+    };
+    for _ in 0..80 {
+        assert_eq!(join(0, "flood"), Ok(0));
+    }
+    for number in 0..10 {
+        assert_eq!(join(1, "late"), Ok(1), "{number}");
+    }
+    assert_eq!(join(1, "late"), Err(QueueAtBound));
+    assert_eq!(join(0, "flood"), Err(QueueAtBound));
+    // Two later levels have half of the part each.
+    for number in 0..5 {
+        assert_eq!(join(2, "latest"), Ok(1), "{number}");
+    }
+    assert_eq!(join(2, "latest"), Err(QueueAtBound));
+    assert_eq!(join(1, "late"), Err(QueueAtBound));
+    // The first level takes back what was beyond their shares, and no more.
+    assert_eq!(join(0, "rare"), Ok(1));
+    assert_eq!(room.room.size().requests, 80);
+}
+
+#[test]
+fn the_only_place_is_the_first_level_s() {
+    let mut room = Room::new();
+    let one = QueueBounds {
+        requests: 1,
+        ..HUNDREDS
+    };
+    assert_eq!(room.join_with("m", 0, "a", 10, &one), Ok(vec![]));
+    assert_eq!(room.join_with("m", 1, "b", 10, &one), Err(QueueAtBound));
+    assert_eq!(room.join_with("m", -1, "c", 10, &one), Ok(vec![0]));
+}
+
+#[test]
+fn a_later_level_is_served_one_of_eight_times_while_an_earlier_one_floods() {
+    let mut room = Room::new();
+    let mut served = [0, 0];
+    for _ in 0..800 {
+        // Many more than are served.
+        for level in [0, 0, 0, 1] {
+            let tenant = if level == 0 { "flood" } else { "late" };
+            // At the bound the newest are refused.
+            drop(room.join_with("m", level, tenant, 10, &HUNDREDS));
+        }
+        let (spot, _) = room.grant(1, 0).unwrap();
+        room.room.settle(&spot.model, GrantEnd::Admitted, room.now);
+        served[usize::try_from(spot.level).unwrap()] += 1;
+    }
+    assert_eq!(served, [700, 100]);
+}
+
+#[test]
+fn a_level_keeps_its_share_of_the_bytes() {
+    let mut room = Room::new();
+    let mut join = |level, bytes| {
+        let joined = room.join_with("m", level, "a", bytes, &BOUNDS);
+        joined.map(|displaced| displaced.len())
+    };
+    for _ in 0..5 {
+        assert_eq!(join(0, 200), Ok(0));
+    }
+    assert_eq!(join(1, 126), Err(QueueAtBound));
+    assert_eq!(join(1, 125), Ok(1));
+    assert_eq!(join(0, 100), Err(QueueAtBound));
 }
 
 #[test]
