@@ -131,6 +131,7 @@ impl SettingsWatcher {
     }
 
     pub(crate) async fn run(mut self, stop: CancellationToken) {
+        self.live.current().warn_of_what_serves_no_client();
         let mut ticks = interval(CHECK_PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -173,7 +174,7 @@ impl SettingsWatcher {
                 let changed = differences::differences(&self.table, &table).join(", ");
                 tracing::info!(path = %shown.display(), "settings loaded: {changed}");
                 self.table = table;
-                settings.warn_of_tenants_without_keys();
+                settings.warn_of_what_serves_no_client();
                 if settings.is_admin_port_locked() {
                     tracing::warn!("no admin keys are left: the admin port admits no client");
                 }

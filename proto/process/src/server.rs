@@ -496,7 +496,7 @@ impl ServedConnection {
         }
     }
 
-    /// Serves a connection's requests until `stopped`, or until its port has other certificates.
+    /// Serves a connection's requests until `stopped`, or until [`ConnectionEnd::by_tls`].
     async fn serve(
         &self,
         begun: BegunConnection,
@@ -521,7 +521,7 @@ impl ServedConnection {
             if let Some(peer) = peer {
                 request.extensions_mut().insert(peer);
             }
-            let end = ConnectionEnd::by_tls(tls.as_ref(), tls_in_force.as_ref());
+            let end = ConnectionEnd::by_tls(protocol, tls.as_ref(), tls_in_force().as_ref());
             // HTTP/2 has no header by which a client learns it.
             let (role, end) = match (protocol, end) {
                 (Protocol::Http2, ConnectionEnd::Closed) => {
@@ -677,13 +677,18 @@ enum ConnectionEnd {
 }
 
 impl ConnectionEnd {
-    /// A connection ends with its next answer when its port's certificates are replaced: they may
-    /// have been those of a client that is no longer let in.
-    fn by_tls(begun: Option<&ServerTls>, in_force: &dyn Fn() -> Option<ServerTls>) -> Self {
-        match begun {
-            Some(begun) if in_force().as_ref() != Some(begun) => Self::Closed,
-            Some(_) | None => Self::Open,
-        }
+    /// A connection ends with its next answer when its port's certificates are replaced. One of
+    /// HTTP/2 ends only if other clients are let in: some clients lose all streams in flight by
+    /// GOAWAY, so that it goes on until it is unused.
+    fn by_tls(protocol: Protocol, begun: Option<&ServerTls>, in_force: Option<&ServerTls>) -> Self {
+        let Some(begun) = begun else {
+            return Self::Open;
+        };
+        let goes_on = in_force.is_some_and(|in_force| match protocol {
+            Protocol::Http1 => in_force == begun,
+            Protocol::Http2 => in_force.admits_as(begun),
+        });
+        if goes_on { Self::Open } else { Self::Closed }
     }
 
     fn signed<B>(self, mut response: Response<B>) -> Response<B> {

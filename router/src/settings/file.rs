@@ -25,6 +25,7 @@ use super::tenants::TenantRules;
 use super::tls::PortTls;
 use super::traces::TracingSettings;
 
+use crate::clock::unix_time;
 use crate::config::{WorkerKeyError, WorkerSetError, WorkerSpec};
 
 /// A file of settings has a few hundred bytes, one of 1,024 workers some hundred KiB.
@@ -301,14 +302,21 @@ impl Settings {
         Ok(toml::from_str(text).map_err(InvalidSettings::from)?)
     }
 
-    /// Tenants of the file that no client can be.
-    pub(super) fn warn_of_tenants_without_keys(&self) {
+    /// Logs what is accepted and serves no client: tenants without a key, expired certificates.
+    pub(super) fn warn_of_what_serves_no_client(&self) {
         let without = self.tenants.iter().filter(|tenant| tenant.keys.is_empty());
         let names: Vec<&str> = without.map(|tenant| tenant.name.as_str()).collect();
         if !names.is_empty() {
             tracing::warn!(
                 tenants = names.join(", "),
                 "tenants have no key, and admit no client"
+            );
+        }
+        let now = i64::try_from(unix_time().as_secs()).unwrap_or(i64::MAX);
+        for port in self.ports_with_expired_certificates(now) {
+            tracing::warn!(
+                port,
+                "the certificate of this port has expired: clients refuse it"
             );
         }
     }

@@ -75,6 +75,18 @@ impl Settings {
         text.into_string()
     }
 
+    /// The ports whose certificate has expired.
+    pub(super) fn ports_with_expired_certificates(&self, unix_s: i64) -> Vec<&'static str> {
+        let ports = [("public", &self.tls), ("admin", &self.admin.tls)];
+        let is_expired = |tls: &PortTls| {
+            let loaded = tls.loaded.as_ref();
+            let expires = loaded.and_then(ServerTls::expires_unix_s);
+            expires.is_some_and(|expires| expires <= unix_s)
+        };
+        let expired = ports.into_iter().filter(|(_, tls)| is_expired(tls));
+        expired.map(|(port, _)| port).collect()
+    }
+
     /// TLS of the public port; `None`: plain HTTP.
     pub(crate) fn public_tls(&self) -> Option<ServerTls> {
         self.tls.loaded.clone()
@@ -112,6 +124,25 @@ mod tests {
             let found = refused(text);
             assert!(found.starts_with(why), "{found}");
         }
+    }
+
+    #[test]
+    fn a_port_with_an_expired_certificate_is_named() {
+        let mut params = rcgen::CertificateParams::new(["h".to_owned()]).unwrap();
+        params.not_after = rcgen::date_time_ymd(2031, 1, 1);
+        let key = rcgen::KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap();
+        let dir = tempfile::TempDir::new().unwrap();
+        for (name, pem) in [("c", certificate.pem()), ("k", key.serialize_pem())] {
+            std::fs::write(dir.path().join(name), pem).unwrap();
+        }
+        let text = "[admin.tls]\ncertificate = \"c\"\nkey = \"k\"";
+        let mut settings = Settings::parse(text).unwrap();
+        let file = dir.path().join("router.toml");
+        settings.read_certificates(&file).unwrap();
+        let expired = |unix_s| settings.ports_with_expired_certificates(unix_s);
+        assert!(expired(1_924_991_999).is_empty());
+        assert_eq!(expired(1_924_992_000), ["admin"]);
     }
 
     #[test]

@@ -32,6 +32,8 @@ pub struct ServerTls {
     config: Arc<ServerConfig>,
     expires_unix_s: Option<i64>,
     content: [u8; 32],
+    /// The authorities of clients, in PEM.
+    client_ca: Option<Arc<[u8]>>,
 }
 
 impl PartialEq for ServerTls {
@@ -67,10 +69,12 @@ impl ServerTls {
         let expires_unix_s = expiries.and_then(|all| all.into_iter().min());
         let versions =
             ServerConfig::builder_with_provider(crypto()).with_safe_default_protocol_versions()?;
+        let mut client_ca = None;
         let clients = match &files.client_ca {
             Some(path) => {
                 let pem = read(path)?;
                 note(&pem);
+                client_ca = Some(pem.as_slice().into());
                 versions.with_client_cert_verifier(client_verifier(path, &pem)?)
             }
             None => versions.with_no_client_auth(),
@@ -94,6 +98,7 @@ impl ServerTls {
             config: Arc::new(config),
             expires_unix_s,
             content: digest,
+            client_ca,
         })
     }
 
@@ -101,6 +106,12 @@ impl ServerTls {
     #[must_use]
     pub const fn expires_unix_s(&self) -> Option<i64> {
         self.expires_unix_s
+    }
+
+    /// Whether both let in the same clients: only their own certificates may differ.
+    #[must_use]
+    pub fn admits_as(&self, other: &Self) -> bool {
+        self.client_ca == other.client_ca
     }
 
     /// The handshake with a client. Takes as long as the client likes.

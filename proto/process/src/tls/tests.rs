@@ -191,6 +191,9 @@ async fn an_open_connection_ends_with_its_next_answer_when_certificates_are_repl
     port.end();
 }
 
+/// `:status: 200` in the static table of HPACK.
+const OK: u8 = 0x88;
+
 type Http2Client = hyper::client::conn::http2::SendRequest<String>;
 
 /// A connection of a client that speaks nothing else.
@@ -245,9 +248,45 @@ async fn a_client_of_http2_that_sends_nothing_ends_with_the_port() {
     port.end();
 }
 
-/// A connection is one for many requests; replaced certificates end it as they end one of HTTP/1.1.
+/// GOAWAY would end all streams of clients that take it for the connection's end.
 #[tokio::test]
-async fn clients_may_speak_http2_with_tls_until_certificates_are_replaced() {
+async fn a_connection_of_http2_outlives_the_certificate_that_it_began_with() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let ca = authority.write(&dir.0, "ca.crt");
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let mut client = http2_stream(&port, &ca).await;
+    let preface = [
+        &b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..],
+        &frame(4, 0, 0, &[]),
+    ];
+    client.write_all(&preface.concat()).await.unwrap();
+    assert_eq!(http2_status(&mut client, 1).await, OK);
+    *port.tls.lock().unwrap() = dir.server(&authority.issue(), None);
+    for stream in [3, 5, 7] {
+        assert_eq!(http2_status(&mut client, stream).await, OK);
+    }
+    // Its answers end the connection where GOAWAY was sent before: kind 7.
+    client
+        .write_all(&frame(6, 0, 0, b"ping-odd"))
+        .await
+        .unwrap();
+    let mut kinds = Vec::new();
+    while kinds.last() != Some(&6) {
+        let mut head = [0; 9];
+        client.read_exact(&mut head).await.unwrap();
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0; length as usize];
+        client.read_exact(&mut payload).await.unwrap();
+        kinds.push(head[3]);
+    }
+    assert!(!kinds.contains(&7), "{kinds:?}");
+    port.end();
+}
+
+/// A connection is one for many requests; other authorities of clients end it as they end one of
+/// HTTP/1.1.
+#[tokio::test]
+async fn clients_may_speak_http2_with_tls_until_other_clients_are_let_in() {
     let (dir, authority) = (Folder::new(), Authority::new());
     let ca = authority.write(&dir.0, "ca.crt");
     let port = Port::start(dir.server(&authority.issue(), None), 8).await;
@@ -257,7 +296,7 @@ async fn clients_may_speak_http2_with_tls_until_certificates_are_replaced() {
     let mut other = http2_answer(&mut client, "/").await;
     assert_eq!(piece(&mut other).await.unwrap(), "served");
     assert_eq!(port.open.get(), 1);
-    *port.tls.lock().unwrap() = dir.server(&authority.issue(), None);
+    *port.tls.lock().unwrap() = dir.server(&authority.issue(), Some(&Authority::new()));
     let mut last = http2_answer(&mut client, "/").await;
     assert_eq!(piece(&mut last).await.unwrap(), "served");
     // Open streams go on to their end.
@@ -296,8 +335,6 @@ async fn http2_status(client: &mut TlsStream<TcpStream>, stream: u32) -> u8 {
 /// It acknowledges nothing, so that hyper accepts its streams after GOAWAY.
 #[tokio::test]
 async fn a_client_of_http2_that_ignores_the_end_gets_nothing_by_former_certificates() {
-    /// `:status: 200` in the static table of HPACK.
-    const OK: u8 = 0x88;
     let (dir, authority) = (Folder::new(), Authority::new());
     let ca = authority.write(&dir.0, "ca.crt");
     let port = Port::start(dir.server(&authority.issue(), None), 8).await;
@@ -308,7 +345,7 @@ async fn a_client_of_http2_that_ignores_the_end_gets_nothing_by_former_certifica
     ];
     client.write_all(&preface.concat()).await.unwrap();
     assert_eq!(http2_status(&mut client, 1).await, OK);
-    *port.tls.lock().unwrap() = dir.server(&authority.issue(), None);
+    *port.tls.lock().unwrap() = dir.server(&authority.issue(), Some(&Authority::new()));
     assert_eq!(http2_status(&mut client, 3).await, OK);
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert_ne!(http2_status(&mut client, 5).await, OK);
