@@ -13,9 +13,11 @@ use warmroute_process::nats::NatsRole;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
-use warmroute_process::{announce, build, env, host, listen, logs, nats};
+use warmroute_process::{announce, build, completions, env, host, listen, logs, nats, print};
 use warmroute_shim::args::{Args, Config};
-use warmroute_shim::{EngineKey, EngineKeyError, EngineKeySource, Service, StateDir, http};
+use warmroute_shim::{
+    CheckpointStore, EngineKey, EngineKeyError, EngineKeySource, Service, StateDir, http,
+};
 
 const NATS_ROLE: NatsRole = NatsRole {
     name: "warmroute-shim",
@@ -76,7 +78,8 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
                 return Ok(());
             }
         };
-        config.shim.checkpoints = Some(Arc::new(opened.context("--state-dir")?));
+        let usable = StateDir::if_usable(opened).context("--state-dir")?;
+        config.shim.checkpoints = usable.map(|dir| Arc::new(dir) as Arc<dyn CheckpointStore>);
     }
     let listener = listen::bind(config.listen).await?;
     let port = listener.local_addr().context("the address")?.port();

@@ -117,6 +117,22 @@ impl StateDir {
         }
     }
 
+    /// `None`, after a WARN, of a directory that cannot be used: checkpoints shorten a restart, and
+    /// are no reason to serve nothing. One that another process holds stays an error.
+    pub fn if_usable(opened: Result<Self, StateDirError>) -> Result<Option<Self>, StateDirError> {
+        match opened {
+            Ok(dir) => Ok(Some(dir)),
+            Err(held @ StateDirError::Held { .. }) => Err(held),
+            Err(error @ StateDirError::Io { .. }) => {
+                warn!(
+                    %error,
+                    "no checkpoints: a restart knows what the engine's replay buffer holds"
+                );
+                Ok(None)
+            }
+        }
+    }
+
     fn path(&self, source: &Source, what: &str) -> PathBuf {
         self.dir.join(format!("{}.{what}", source.dp_rank))
     }
@@ -217,6 +233,18 @@ mod tests {
             worker: WorkerId::from(worker),
             dp_rank: DpRank(1),
         }
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_made_costs_the_checkpoints_only() {
+        let ((guard, scratch), worker) = (scratch(), WorkerId::from("w"));
+        let file = guard.path().join("file");
+        fs::write(&file, "").unwrap();
+        let none = StateDir::if_usable(StateDir::open(&file.join("state"), &worker));
+        assert!(none.unwrap().is_none());
+        let held = StateDir::open(&scratch, &worker).unwrap();
+        assert!(StateDir::if_usable(StateDir::open(&scratch, &worker)).is_err());
+        drop(held);
     }
 
     #[test]

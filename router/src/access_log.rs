@@ -10,7 +10,7 @@ mod tests;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -273,10 +273,26 @@ fn opened(path: &Path, open: Option<LogOutput>) -> io::Result<LogOutput> {
             return Ok(LogOutput::File(file));
         }
     }
-    let file = OpenOptions::new()
+    let mut file = OpenOptions::new()
         .append(true)
         .create(true)
         .mode(FILE_MODE)
         .open(path)?;
+    if ends_within_a_line(path, &file)? {
+        file.write_all(b"\n")?;
+    }
     Ok(LogOutput::File(file))
+}
+
+/// Whether the last write was cut, by a full disk or the end of its process. The next line would
+/// continue that one.
+fn ends_within_a_line(path: &Path, file: &File) -> io::Result<bool> {
+    let found = file.metadata()?;
+    if !found.is_file() || found.len() == 0 {
+        return Ok(false);
+    }
+    let mut last = [0];
+    let read = File::open(path).and_then(|file| file.read_exact_at(&mut last, found.len() - 1));
+    // A file that may be written and not read is taken as it is.
+    Ok(read.is_ok() && last != *b"\n")
 }

@@ -39,11 +39,7 @@ pub(crate) fn is_refused(error: &impl ClientError) -> bool {
 
 /// No connection was tried: no further file may be open here.
 pub(crate) fn lacks_files(error: &impl ClientError) -> bool {
-    let is_lack = |cause: &(dyn Error + 'static)| {
-        let cause = cause.downcast_ref();
-        cause.is_some_and(open_files::are_exhausted)
-    };
-    error.is_connect() && causes(error).any(is_lack)
+    error.is_connect() && error.source().is_some_and(open_files::are_cause_of)
 }
 
 /// The connection closed before the answer's head was complete.

@@ -1,6 +1,7 @@
 //! The limit of open files: a proxied request needs two, one to its client and one to its engine; an
 //! idle client needs one.
 
+use std::error::Error;
 use std::io;
 
 use rustix::io::Errno;
@@ -67,9 +68,28 @@ pub fn are_exhausted(error: &io::Error) -> bool {
     matches!(errno, Some(Errno::MFILE | Errno::NFILE))
 }
 
+/// That is the cause of an error: no connection was tried, so that it says nothing of the server.
+#[must_use]
+pub fn are_cause_of(error: &(dyn Error + 'static)) -> bool {
+    let mut causes = std::iter::successors(Some(error), |&cause| cause.source());
+    causes.any(|cause| cause.downcast_ref().is_some_and(are_exhausted))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("not sent")]
+    struct NotSent(#[source] io::Error);
+
+    #[test]
+    fn a_lack_of_files_is_found_below_other_errors() {
+        assert!(are_cause_of(&NotSent(exhausted())));
+        assert!(!are_cause_of(&NotSent(
+            io::ErrorKind::ConnectionRefused.into()
+        )));
+    }
 
     #[test]
     fn clients_get_most_of_what_others_leave_and_requests_half() {

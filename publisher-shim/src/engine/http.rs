@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde_json::json;
 use warmroute_process::engine_answer::bounded_body;
 use warmroute_process::metrics_page::samples;
+use warmroute_process::open_files;
 use warmroute_process::tls::{self, EngineTls};
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
@@ -141,12 +142,14 @@ impl EngineHttp {
         with_key(request, &self.key)
     }
 
+    /// `Unknown`: this process may open no further file, and keeps what it knew.
     pub(super) async fn health(&self) -> EngineHealth {
         let request = self.request(Method::GET, "/health");
         let answer = request.timeout(HEALTH_DEADLINE).send().await;
         let fault = match answer {
             Ok(answer) if answer.status().is_success() => None,
             Ok(answer) => Some(format!("GET /health: status {}", answer.status())),
+            Err(error) if open_files::are_cause_of(&error) => return EngineHealth::Unknown,
             Err(error) => Some(failure(&error)),
         };
         let health = match fault {

@@ -371,6 +371,13 @@ async fn until(stop: CancellationToken, task: impl Future<Output = ()>) {
     }
 }
 
+/// Once, until a check is possible again.
+fn warn_of_files(is_logged: &mut bool) {
+    if !std::mem::replace(is_logged, true) {
+        warn!("this process may open no further file: the engine is not checked");
+    }
+}
+
 /// Reads the engine's health and resets each second, and its other facts every ten seconds.
 async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     let mut ticks = interval(HEALTH_EVERY);
@@ -378,6 +385,7 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     let mut since_info = INFO_EVERY;
     let mut warned = Vec::new();
     let mut warning = RepeatedWarning::default();
+    let mut lacks_files = false;
     loop {
         tokio::select! {
             biased;
@@ -385,6 +393,11 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             () = shared.refresh.notified() => since_info = INFO_EVERY,
         }
         let health = engine.health().await;
+        if health == EngineHealth::Unknown {
+            warn_of_files(&mut lacks_files);
+            continue;
+        }
+        lacks_files = false;
         let was_healthy = *shared.health.borrow() == EngineHealth::Healthy;
         shared.health.send_replace(health);
         if health != EngineHealth::Healthy {

@@ -102,6 +102,23 @@ async fn a_renamed_file_is_opened_again_and_the_stop_loses_nothing() {
     assert_eq!(ids(&folder.path().join("other")), ["three \"quoted\""]);
 }
 
+/// As after a full disk: a line is lost, and the next one is whole.
+#[tokio::test(start_paused = true)]
+async fn a_torn_line_ends_before_the_next_one() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("log");
+    fs::write(&path, "{\"request_id\":\"whole\"}\n{\"request_id\":\"to").unwrap();
+    let running = Running::start(settings(&path));
+    running.until_on().await;
+    running.request("one");
+    running.end().await;
+    let text = fs::read_to_string(&path).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[1], "{\"request_id\":\"to");
+    let last: Value = serde_json::from_str(lines[2]).unwrap();
+    assert_eq!((lines.len(), &last["request_id"]), (3, &"one".into()));
+}
+
 /// The keys are what `docs/REFERENCE.md` lists; none may show a prompt or a key.
 #[tokio::test(start_paused = true)]
 async fn a_line_has_these_keys() {

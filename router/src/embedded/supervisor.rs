@@ -22,7 +22,9 @@ use warmroute_process::engine_args::is_event_route;
 use warmroute_proto::label_enum;
 use warmroute_proto::{Namespace, WorkerId};
 use warmroute_shim::args::assumptions;
-use warmroute_shim::{CheckpointStore, EngineFault, EngineKeySource, ShimConfig, StateDir};
+use warmroute_shim::{
+    CheckpointStore, EngineFault, EngineKeySource, ShimConfig, StateDir, StateDirError,
+};
 
 use super::own_address::is_own;
 use super::worker_plan::{PlanChange, PlanError, WorkerOrigin, WorkerPlan};
@@ -211,11 +213,12 @@ impl WorkerSupervisor {
         for spec in planned {
             if let Some(dir) = &supervisor.state_dir {
                 // Waits for a router that is being replaced.
-                drop(
-                    StateDir::open_when_free(dir, &spec.id)
-                        .await
-                        .context("--state-dir")?,
-                );
+                match StateDir::open_when_free(dir, &spec.id).await {
+                    Err(held @ StateDirError::Held { .. }) => {
+                        return Err(held).context("--state-dir");
+                    }
+                    Ok(_) | Err(StateDirError::Io { .. }) => {}
+                }
             }
             supervisor.begin(spec)?;
         }
@@ -371,8 +374,8 @@ impl WorkerSupervisor {
         if is_own(&spec.url, &self.parts.addresses) {
             bail!("{} is a port of this router: name the engine's", spec.url);
         }
-        let open = |dir| StateDir::open(dir, worker).context("--state-dir");
-        let dir = self.state_dir.as_deref().map(open).transpose()?;
+        let open = |dir| StateDir::if_usable(StateDir::open(dir, worker)).context("--state-dir");
+        let dir = self.state_dir.as_deref().map(open).transpose()?.flatten();
         let has_route = spec.kv.as_deref().is_some_and(is_event_route);
         if spec.replay.is_none() && !has_route {
             tracing::warn!(
