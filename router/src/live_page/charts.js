@@ -1,6 +1,6 @@
 // Small line charts of the last five minutes.
 
-import { byId, duration, element, NONE, setText, timeOfDay } from "./dom.js";
+import { byId, element, estimate, NONE, setText, timeOfDay } from "./dom.js";
 
 export const SPAN_MS = 300_000;
 const GRID_LINES = 4;
@@ -171,6 +171,6 @@ export const ttftChart = () =>
       { name: "p50", of: (point) => point.ttft_p50_ms },
       { name: "p95", of: (point) => point.ttft_p95_ms },
     ],
-    format: duration,
+    format: estimate,
     most: null,
   });

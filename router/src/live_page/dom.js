@@ -61,6 +61,18 @@ export function duration(ms) {
   return ms < 7_200_000 ? `${number(ms / 60_000)} min` : `${number(ms / 3_600_000)} h`;
 }
 
+// A time that is known as well as a histogram's buckets allow.
+export const estimate = (ms) => (ms == null ? NONE : duration(Number(ms.toPrecision(2))));
+
+// A name's beginning and end: names of one fleet begin alike and differ at the end.
+const NAME_MAX = 32;
+const NAME_HEAD = 11;
+export function shortened(name) {
+  const letters = [...name];
+  if (letters.length <= NAME_MAX) return name;
+  return `${letters.slice(0, NAME_HEAD).join("")}…${letters.slice(NAME_HEAD + 1 - NAME_MAX).join("")}`;
+}
+
 const clock = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" });
 
 export const timeOfDay = (unixMs) => clock.format(unixMs);

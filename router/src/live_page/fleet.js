@@ -1,7 +1,7 @@
 // The table of all sources: one row a rank, updated in place.
 
 import * as dom from "./dom.js";
-import { byId, count, duration, element, keyed, setAttribute, setText } from "./dom.js";
+import { byId, count, duration, element, keyed, setAttribute, setText, shortened } from "./dom.js";
 
 // Further rows are shown on request.
 const ROWS_MAX = 500;
@@ -46,7 +46,13 @@ const healthLevel = (row) => {
 };
 
 const COLUMNS = [
-  { label: "Worker", text: (row) => row.worker, sort: (row) => row.worker, title: (row) => row.url },
+  {
+    label: "Worker",
+    text: (row) => shortened(row.worker),
+    whole: (row) => row.worker,
+    sort: (row) => row.worker,
+    title: (row) => `${row.worker}, ${row.url}`,
+  },
   { label: "Rank", text: (row) => String(row.rank), sort: (row) => row.rank, isNumber: true },
   { label: "Model", text: (row) => row.models.join(", ") || dom.NONE, isNarrow: true },
   {
@@ -78,7 +84,10 @@ const COLUMNS = [
   figure("Decode", "blocks", "decode_blocks"),
   figure("TTFT", "average", "ttft_ms", duration),
 ];
-COLUMNS.forEach((column) => (column.sort ??= column.text));
+COLUMNS.forEach((column) => {
+  column.sort ??= column.text;
+  column.whole ??= column.text;
+});
 
 const hasProblem = (row) =>
   healthLevel(row) !== "good" ||
@@ -132,7 +141,7 @@ export class FleetTable {
     const chosen = this.rows.filter((row) => {
       if (onlyProblems && !hasProblem(row)) return false;
       if (!wanted.length) return true;
-      const text = COLUMNS.map((one) => one.text(row)).join(" ").toLowerCase();
+      const text = COLUMNS.map((one) => one.whole(row)).join(" ").toLowerCase();
       return wanted.every((part) => text.includes(part));
     });
     chosen.sort(

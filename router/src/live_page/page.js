@@ -2,10 +2,11 @@
 
 import { addHitRates, hitChart, SPAN_MS, ttftChart } from "./charts.js";
 import { DecisionList } from "./decisions.js";
-import { byId, count, duration, element, keyed, NONE, number, percent, plural, setAttribute, setText, timeOfDay } from "./dom.js";
+import { byId, count, duration, element, estimate, keyed, NONE, number, percent, plural, setAttribute, setText, shortened, timeOfDay } from "./dom.js";
 import { FleetTable, SmallTable } from "./fleet.js";
 
 const KEY = "warmroute-admin-key";
+const CHANGES = "warmroute-changes";
 const RETRY_MS = 2_000;
 // Without a state for so long, the connection is taken to be lost.
 const SILENT_MS = 8_000;
@@ -202,7 +203,8 @@ function note(state) {
   if (found.length) announce(found);
 }
 
-const changes = [];
+// As JSON in this tab, so that a reload of the page keeps them.
+const changes = JSON.parse(sessionStorage.getItem(CHANGES) ?? "[]");
 
 function announce(texts) {
   const many = texts.length > ANNOUNCED_MAX;
@@ -210,6 +212,12 @@ function announce(texts) {
   const time = timeOfDay(Date.now());
   changes.unshift(...texts.slice(0, CHANGES_MAX).map((text) => ({ time, text })));
   changes.splice(CHANGES_MAX);
+  sessionStorage.setItem(CHANGES, JSON.stringify(changes));
+  showChanges();
+}
+
+function showChanges() {
+  if (!changes.length) return;
   const items = changes.map(({ time: at, text }) =>
     element("li", {}, element("time", { class: "muted" }, at), ` ${text}`),
   );
@@ -271,7 +279,7 @@ function showTiles(state, rated) {
   const decided = recent.flatMap(({ rungs }) => rungs).reduce((sum, one) => sum + one, 0);
   tile("Decisions", `${number(decided / recent.length)} / s`, `${count(total("prefill_tokens"))} tokens to prefill`);
   tile("Cache hit rate", percent(last.credited_share), `engines report ${percent(last.reported_share)}`);
-  tile("TTFT p50", duration(last.ttft_p50_ms), `p95 ${duration(last.ttft_p95_ms)}`);
+  tile("TTFT p50", estimate(last.ttft_p50_ms), `p95 ${estimate(last.ttft_p95_ms)}`);
   showPlane(state);
 }
 
@@ -336,4 +344,5 @@ byId("pause").addEventListener("click", (event) => {
   if (known) connection(isPaused ? "off" : "good", isPaused ? "paused" : "live");
 });
 
+showChanges();
 follow();

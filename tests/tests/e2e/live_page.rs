@@ -369,6 +369,8 @@ async fn assert_shows_changes(fleet: &Fleet, browser: &Browser) {
     assert!(drain.send().await.unwrap().status().is_success());
     let draining = format!("{}.includes('draining')", row("worker-2"));
     browser.until("the drain", &draining).await;
+    browser.run("location.reload()").await;
+    browser.until("the changes outlive a reload", changes).await;
 }
 
 async fn assert_gives_reasons(browser: &Browser) {
@@ -474,9 +476,12 @@ async fn assert_is_text_and_in_place(browser: &Browser) {
     let all = "document.getElementById('tiles').innerText.includes('200 of 200')";
     browser.until("200 healthy workers", all).await;
     assert_eq!(number(browser, ROWS).await, 200);
-    let text = "return document.getElementById('sources').textContent";
+    let text = "return [...document.querySelectorAll('#sources :is(th, td)')]
+        .map((cell) => cell.textContent + ' ' + cell.title).join(' ')";
     let text = browser.run(text).await;
     let text = text.as_str().unwrap();
+    // A long name keeps its end.
+    assert!(text.contains("</td></tr><…ow.broken=1</script>"), "{text}");
     let mut shown = HOSTILE_WORKERS.iter().chain([&HOSTILE_MODEL]);
     assert!(shown.all(|name| text.contains(name)), "{text}");
     let broken = browser.run("return window.broken ?? null").await;
