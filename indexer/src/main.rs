@@ -201,7 +201,12 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
     let tasks = Tasks::new(failures);
     let nats = nats::join(&config.nats, NATS_ROLE, &tasks).await?;
-    let id = format!("{:016x}", Uuid::new_v4().as_u64_pair().0);
+    // Begins with what operators look for, and is never reused.
+    let id = format!(
+        "{}-{:012x}",
+        build::host(),
+        Uuid::new_v4().as_u64_pair().0 >> 16
+    );
     let snapshots = match nats.log() {
         PlaneLog::JetStream => Some(SnapshotConfig {
             writer: id.clone(),

@@ -14,7 +14,8 @@ pub struct ChoiceArgs {
     /// crossed theirs; `kv-once` never does. `approx` is `time` by what was sent to each worker,
     /// without tokenizer and index. Policies to compare with: `round-robin`, `least-load`, `random` and
     /// `power-of-two` ignore the cache; `session` keeps a session on one worker, `prefix-hash` a
-    /// prompt's beginning. [default: time; kv if one of the two flags below is set]
+    /// prompt's beginning. `round_robin`, `power_of_two` and `cache_aware` (`time`) are taken as other
+    /// routers have them. [default: time; kv if one of the two flags below is set]
     #[arg(long, env = "WARMROUTE_POLICY")]
     pub policy: Option<Policy>,
     /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first

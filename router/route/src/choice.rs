@@ -72,13 +72,18 @@ fn known_policies() -> String {
     Policy::ALL.map(Policy::label).join(", ")
 }
 
+/// By its label, or as other routers spell it: with `_`, and `cache_aware` for the default.
 impl std::str::FromStr for Policy {
     type Err = UnknownPolicy;
 
     fn from_str(word: &str) -> Result<Self, UnknownPolicy> {
+        let label = word.replace('_', "-");
+        if label == "cache-aware" {
+            return Ok(Self::Time);
+        }
         Self::ALL
             .into_iter()
-            .find(|policy| policy.label() == word)
+            .find(|policy| policy.label() == label)
             .ok_or_else(|| UnknownPolicy(word.to_owned()))
     }
 }

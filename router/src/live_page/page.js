@@ -54,7 +54,7 @@ const routers = new SmallTable("routers", [
 ]);
 
 const indexers = new SmallTable("indexers", [
-  { label: "Indexer", text: (one) => one.id ?? "in this process" },
+  { label: "Indexer", text: (one) => (one.id ? shortened(one.id) : "in this process") },
   { label: "State", text: indexerState, level: (one) => ({ ready: "good", "no answer": "bad" })[indexerState(one)] ?? "warn" },
   { label: "Behind", unit: "records", text: (one) => count(one.view?.lag_messages), isNumber: true },
   { label: "At the end", unit: "ago", text: (one) => duration(one.view?.lag_ms), isNumber: true },
@@ -323,8 +323,8 @@ function showLadder() {
 
 function show(state) {
   const rated = addHitRates(points);
-  const { id, version, phase, connections } = state.router;
-  setText(byId("router"), `router ${id.slice(0, 8)} · ${version} · ${phase} · ${plural(connections, "connection")}`);
+  const { id, host, version, phase, connections } = state.router;
+  setText(byId("router"), `router ${id.slice(0, 8)} on ${host} · ${version} · ${phase} · ${plural(connections, "connection")}`);
   showFaults(state.faults);
   showTiles(state, rated);
   charts.forEach((chart) => chart.show(rated));

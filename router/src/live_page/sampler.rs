@@ -97,6 +97,7 @@ fn state(admin: &Admin, inputs: LiveInputs) -> LiveState {
     LiveState {
         router: LiveRouter {
             id: admin.router.to_string(),
+            host: build::host(),
             version: build::version(),
             phase: app.ready.phase().label(),
             waiting_requests: app.metrics.waiting().get(),

@@ -33,6 +33,8 @@ pub(super) struct LiveState {
 #[derive(Debug, Serialize)]
 pub(super) struct LiveRouter {
     pub id: String,
+    /// Its pod or machine.
+    pub host: &'static str,
     pub version: &'static str,
     /// `serving`, `draining` or `ending`.
     pub phase: &'static str,

@@ -5,6 +5,20 @@ use super::*;
 
 /// The reported probabilities are the frequencies of choices.
 #[test]
+fn policies_are_taken_as_other_routers_spell_them() {
+    for (word, policy) in [
+        ("round_robin", Policy::RoundRobin),
+        ("power_of_two", Policy::PowerOfTwo),
+        ("cache_aware", Policy::Time),
+        ("prefix_hash", Policy::PrefixHash),
+        ("kv-once", Policy::KvOnce),
+    ] {
+        assert_eq!(word.parse(), Ok(policy), "{word}");
+    }
+    assert!("cache_unaware".parse::<Policy>().is_err());
+}
+
+#[test]
 fn the_odds_are_the_shares() {
     const ROUNDS: u32 = 20_000;
     let mut rng = Rng::with_seed(5);
