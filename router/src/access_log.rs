@@ -21,6 +21,7 @@ use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
+use tracing::field;
 use warmroute_process::access::keys::KeyId;
 
 use crate::batch_task::{BatchSink, BatchTask};
@@ -240,7 +241,11 @@ impl AccessLogWriter {
     fn failed(&mut self, error: &dyn std::error::Error) {
         let text = error.to_string();
         if self.failure.as_ref() != Some(&text) {
-            tracing::error!(error = text, path = ?self.path, "cannot write the access log");
+            let path = self
+                .path
+                .as_deref()
+                .map(|path| field::display(path.display()));
+            tracing::error!(error = text, path, "cannot write the access log");
         }
         self.failure = Some(text);
         self.output = None;

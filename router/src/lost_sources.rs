@@ -5,6 +5,7 @@
 //! loss has a number, and a request knows the last one before it was sent.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
 use tokio::sync::watch;
@@ -38,6 +39,15 @@ pub enum Loss {
     /// The worker is unhealthy or asleep.
     Worker,
     Stall,
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Worker => "the worker is unhealthy or asleep",
+            Self::Stall => "the worker makes no progress",
+        })
+    }
 }
 
 impl LossBoard {

@@ -120,7 +120,8 @@ fn announce_addresses(addresses: Addresses) {
         admin,
         picker,
     } = addresses;
-    tracing::info!(%public, %admin, ?picker, "listening");
+    let picker = picker.map(tracing::field::display);
+    tracing::info!(%public, %admin, picker, "listening");
     announce(format_args!(
         "{{\"port\":{port},\"admin_port\":{admin_port}}}"
     ));

@@ -147,11 +147,11 @@ impl BatchSink for RecordWriter {
         let dir = rule.dir.clone();
         match spawn_blocking(move || RecordingFiles::open(rule)).await {
             Ok(Ok(files)) => {
-                tracing::info!(?dir, "recording requests");
+                tracing::info!(dir = %dir.display(), "recording requests");
                 self.begin(Some(files));
             }
             Ok(Err(error)) => {
-                tracing::error!(%error, ?dir, "cannot record");
+                tracing::error!(%error, dir = %dir.display(), "cannot record");
                 self.retry_at = Instant::now() + RETRY_PERIOD;
             }
             Err(error) => tracing::error!(%error, "the recording ended"),

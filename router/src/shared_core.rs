@@ -96,7 +96,7 @@ impl SharedCore {
                 break;
             };
             if let Err(error) = core.note(event, at) {
-                tracing::error!(%error, ?event, "cannot account a slot's event");
+                tracing::error!(%error, "cannot account a slot's event");
             }
         }
         core

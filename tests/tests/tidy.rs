@@ -458,6 +458,33 @@ fn production_is_all_but_the_test_module() {
     assert!(draws_globally("fastrand::u64(..)") && !draws_globally("use fastrand::Rng;"));
 }
 
+/// Logged values whose debug form is plain: durations, and texts of a client in quotes.
+const PLAIN_DEBUG: [&str; 4] = ["?stood", "?took", "?version", "?flight.call.request_id()"];
+
+/// Operators read logs: a debug form shows types and names of the source.
+#[test]
+fn logs_show_no_debug_forms() {
+    let mut faults = Vec::new();
+    let production = |source: &&Source| !source.is_test() && !source.path.starts_with("tests/");
+    for source in sources().iter().filter(production) {
+        let code: String = source.production().flat_map(|line| [line, "\n"]).collect();
+        for call in ["info!(", "warn!(", "error!("] {
+            for (at, _) in code.match_indices(call) {
+                let rest = &code[at + call.len()..];
+                let logged = &rest[..rest.find(");").unwrap_or(rest.len())];
+                let mut words = logged.split([' ', '\n', ',', '=', '(']);
+                let forms = words.find(|word| word.starts_with('?') && word.len() > 1);
+                if let Some(form) =
+                    forms.filter(|_| !PLAIN_DEBUG.iter().any(|one| logged.contains(one)))
+                {
+                    faults.push(format!("{}: {call}… {form}", source.path));
+                }
+            }
+        }
+    }
+    none(&faults);
+}
+
 #[test]
 fn nothing_is_left_unfinished() {
     let marks = [

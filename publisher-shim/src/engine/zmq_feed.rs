@@ -63,7 +63,8 @@ impl ZmqFeed {
         match Sockets::open(&self.context, &self.endpoints, &monitor) {
             Ok(sockets) => self.sockets = Some(sockets),
             Err(error) => {
-                warn!(endpoints = ?self.endpoints, %error, "cannot open the engine's event socket");
+                let Endpoints { live, replay } = &self.endpoints;
+                warn!(live, replay, %error, "cannot open the engine's event socket");
                 self.due = Instant::now() + RETRY;
             }
         }

@@ -126,7 +126,7 @@ impl FleetState {
             }
             None => {
                 tracing::info!(
-                    %worker, url = entry.url, models = ?entry.models, ranks = entry.ranks,
+                    %worker, url = entry.url, models = entry.models.join(", "), ranks = entry.ranks,
                     "worker registered"
                 );
                 self.workers.insert(worker, FleetWorker::new(entry, now));

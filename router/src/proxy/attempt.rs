@@ -84,7 +84,7 @@ pub(super) enum AttemptError {
     /// The engine needs no model for the request, which the client may have made large.
     #[error("no answer without the model within {0:?}")]
     BriefSilent(Duration),
-    #[error("the worker is lost: {0:?}")]
+    #[error("{0}")]
     Lost(Loss),
 }
 

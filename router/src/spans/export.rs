@@ -143,7 +143,10 @@ impl BatchSink for SpanExporter {
         self.url = tracing.url();
         let on = self.url.is_some();
         if self.sampling.on.swap(on, Ordering::Relaxed) != on {
-            tracing::info!(url = ?self.url, "export of traces");
+            match &self.url {
+                Some(url) => tracing::info!(url, "export of traces"),
+                None => tracing::info!("no export of traces"),
+            }
         }
     }
 

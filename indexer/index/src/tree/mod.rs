@@ -141,13 +141,13 @@ impl TierMask {
 /// A change that contradicts its source's holdings. The part before the contradiction is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    #[error("{prefix:?} is held on {tier} already")]
+    #[error("prefix {:016x} is held on {tier} already", .prefix.0)]
     AlreadyHeld { prefix: PrefixHash, tier: Tier },
-    #[error("{prefix:?} is not held on {tier}")]
+    #[error("prefix {:016x} is not held on {tier}", .prefix.0)]
     NotHeld { prefix: PrefixHash, tier: Tier },
-    #[error("nothing is known of the parent {parent:?}")]
+    #[error("nothing is known of the parent {:016x}", .parent.0)]
     NoParent { parent: PrefixHash },
-    #[error("{prefix:?} is the hash of another prefix, too")]
+    #[error("prefix {:016x} is the hash of another prefix, too", .prefix.0)]
     Collision { prefix: PrefixHash },
     #[error("the source is closed")]
     Closed,

@@ -88,7 +88,9 @@ impl fmt::Display for ProbeVerdict {
             Self::Equal { tokens } => write!(f, "{tokens} equal tokens"),
             Self::BothRefuse => f.write_str("refused by both"),
             Self::Differ { at, ours, theirs } => {
-                write!(f, "token {at} differs: router {ours:?}, engine {theirs:?}")
+                let shown = |id: &Option<u32>| id.map_or("none".to_owned(), |id| id.to_string());
+                let (ours, theirs) = (shown(ours), shown(theirs));
+                write!(f, "token {at} differs: router {ours}, engine {theirs}")
             }
             Self::OnlyEngineRefuses => f.write_str("the engine refuses it, the router does not"),
             Self::OnlyWeRefuse(reason) => {

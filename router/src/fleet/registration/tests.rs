@@ -98,7 +98,7 @@ fn a_difference_of_a_text_names_the_likely_reason() {
         &[],
         Some("a reason"),
     );
-    let why = "text: token 1 differs: router Some(1), engine None; a reason";
+    let why = "text: token 1 differs: router 1, engine none; a reason";
     assert_eq!(checks.text, CheckResult::failed(why));
 }
 
