@@ -23,7 +23,7 @@ use super::choice::{Odds, Policy, power_of_two, prefix_hash, rendezvous};
 use super::cost::{self, Knobs};
 use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
-use super::index_view::{TrustedAnswer, TrustedSource};
+use super::index_view::{TrustedAnswer, TrustedSource, are_complete};
 use super::prompt::Prompt;
 use super::room::SourceRoom;
 use super::slots::{SlotKey, Slots};
@@ -392,10 +392,7 @@ fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
     CreditClaim {
         source: candidate.id,
         state: states.gpu,
-        shows_all_tiers: Tier::ALL.iter().all(|tier| {
-            let state = *states.get(*tier);
-            state == SourceState::Exact || state.is_absent()
-        }),
+        shows_all_tiers: are_complete(&states),
         standing,
         decided: input.now,
         generation: known.map(|known| known.generation),

@@ -157,18 +157,27 @@ impl ReportOutcome {
         if !is_exact || claim.reads != CacheReads::Allowed {
             return None;
         }
-        let tokens = |blocks: u32| blocks.saturating_mul(claim.block_tokens());
-        let credited = tokens(claim.blocks);
-        let explained = tokens(claim.blocks.max(explained_blocks));
-        let least = EXCESS_MIN.max(tokens(2));
-        if cached_tokens.saturating_sub(explained) >= least {
+        let credited = claim.blocks.saturating_mul(claim.block_tokens());
+        if is_exceeded(claim, explained_blocks, cached_tokens) {
             Some(Self::Contradicted(Contradiction::Exceeded))
-        } else if credited >= least && cached_tokens >= credited {
+        } else if credited >= excess_min(claim) && cached_tokens >= credited {
             Some(Self::Agreed)
         } else {
             None
         }
     }
+}
+
+/// Whether the engine had more than is credited or explained by requests.
+pub(crate) fn is_exceeded(claim: &CreditClaim, explained_blocks: u32, cached_tokens: u32) -> bool {
+    let explained = claim.blocks.max(explained_blocks);
+    let explained = explained.saturating_mul(claim.block_tokens());
+    cached_tokens.saturating_sub(explained) >= excess_min(claim)
+}
+
+/// In tokens; two blocks at least.
+fn excess_min(claim: &CreditClaim) -> u32 {
+    EXCESS_MIN.max(claim.block_tokens().saturating_mul(2))
 }
 
 /// A report that says something of the credit.

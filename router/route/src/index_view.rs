@@ -166,6 +166,12 @@ impl TrustedSource {
         self.states.gpu
     }
 
+    /// Whether it shows all that the engine holds, in each tier that exists.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        are_complete(&self.states)
+    }
+
     /// The weakest state that a credit of these blocks rests on: the GPU tier's, and those of the
     /// lower tiers that contribute.
     #[must_use]
@@ -225,6 +231,14 @@ impl TrustedSource {
         self.states = self.states.map(|state| state.weakest(SourceState::Stale));
         self.run = Tiers::default();
     }
+}
+
+/// Whether each tier is exact, or does not exist.
+pub(crate) fn are_complete(states: &Tiers<SourceState>) -> bool {
+    Tier::ALL.iter().all(|tier| {
+        let state = *states.get(*tier);
+        state == SourceState::Exact || state.is_absent()
+    })
 }
 
 /// The run without the tiers that give no credit.

@@ -1,6 +1,7 @@
 //! What engines report as cached, against what a decision expected.
 
 use super::*;
+use crate::evidence::is_exceeded;
 
 impl Core {
     /// Counts the usage that an engine reports with cached tokens.
@@ -79,8 +80,12 @@ impl Core {
     fn learn(&mut self, decision: &Decision, prompt: &Prompt, cached_tokens: u32, now: Instant) {
         let claim = &decision.claim;
         self.refute_sent(decision, prompt, cached_tokens);
-        let is_complete =
+        let shows_gpu =
             claim.state == SourceState::Exact && claim.standing == ClaimStanding::Credited;
+        // Where the index lacks a lower tier only, what exceeds the index is of that tier.
+        let is_of_tier =
+            decision.chosen.reported_blocks > 0 || is_exceeded(claim, 0, cached_tokens);
+        let is_complete = shows_gpu && (claim.shows_all_tiers || !is_of_tier);
         let is_comparable = claim.main_attention_only
             && claim.reads == CacheReads::Allowed
             && prompt.basis() == PromptBasis::Tokens

@@ -3,12 +3,11 @@
 use std::time::Instant;
 
 use warmroute_proto::BlockCut;
-use warmroute_proto::query::SourceState;
 
 use super::{Core, RouteRequest};
 use crate::candidates::RouteRefusal;
 use crate::cost::overlap_blocks;
-use crate::index_view::TrustedAnswer;
+use crate::index_view::{TrustedAnswer, TrustedSource};
 use crate::prompt::Prompt;
 use crate::replica_roster::IndexReply;
 use crate::source_table::SourceId;
@@ -89,7 +88,7 @@ impl Core {
         let known = trusted.of(source);
         let held = known.map_or(0, |known| overlap_blocks(known.run));
         // Reports stand in for the index where credit of some forms is doubted.
-        let is_complete = known.is_some_and(|known| known.state() == SourceState::Exact);
+        let is_complete = known.is_some_and(TrustedSource::is_complete);
         if is_complete && !self.doubts.evidence.has_doubts() {
             self.expected.reported.void(source);
         } else if held > 0 {

@@ -325,3 +325,47 @@ fn credit_by_reports_is_unverified_where_the_index_is_unknown_or_stale() {
     assert_eq!(next.decision.index_state, SourceState::Unverified);
     assert_eq!(next.decision.tier_states.gpu, SourceState::Unknown);
 }
+
+/// A connector whose events never come: the index shows the GPU, and the engine loads the rest from
+/// a tier that is known not to be shown.
+#[test]
+fn reports_give_the_credit_of_a_tier_that_is_not_shown() {
+    let asked = prompt(1000, 0);
+    let with_tier = |state: SourceState, turn: u64| {
+        let mut answer = answer(1, turn, [0, 0]);
+        if let IndexReply::Full(IndexAnswer::Runs { sources, .. }) = &mut answer {
+            sources.iter_mut().for_each(|one| one.states.cpu = state);
+        }
+        answer
+    };
+    for (tier, cached, credited) in [
+        (SourceState::Partial, 992, 62),
+        (SourceState::Unverified, 992, 62),
+        // What was stored since the index answered.
+        (SourceState::Partial, 240, 0),
+        (SourceState::Exact, 992, 0),
+        (SourceState::Absent, 992, 0),
+    ] {
+        let (mut core, mut now) = (core(1), start());
+        let mut ask = |turn: u64, cached: u32| {
+            now += Duration::from_secs(30);
+            let admitted = admit(&mut core, &asked, Some(&with_tier(tier, turn)), now);
+            core.audit(&admitted.decision, &asked, cached, now);
+            end(&mut core, admitted.slot, SlotEnd::Completed, now);
+            admitted.decision
+        };
+        assert_eq!(ask(1, cached).overlap_blocks, 0);
+        for turn in 2..4 {
+            let next = ask(turn, cached);
+            assert_eq!(next.overlap_blocks, credited, "{tier:?}, {cached}");
+            let state = match credited {
+                0 => SourceState::Exact,
+                _ => SourceState::Unverified,
+            };
+            assert_eq!(next.index_state, state);
+        }
+        // The tier lost it.
+        ask(4, 0);
+        assert_eq!(ask(5, 0).overlap_blocks, 0);
+    }
+}
