@@ -443,7 +443,9 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             shared.facts_changed.notify_one();
         }
         let views = shared.views();
-        for cause in views.iter().filter_map(|view| view.status.unverified) {
+        let statuses = views.iter().map(|view| &view.status);
+        let causes = statuses.filter_map(|status| certain(status.unverified?, status.prefixes));
+        for cause in causes {
             if Some(cause) != void && !warned.contains(&cause) {
                 warned.push(cause);
                 warn_of(cause);
@@ -479,6 +481,13 @@ async fn read_resets<E: EngineLink>(shared: &ShimState, engine: &E) {
         }
         is_new
     });
+}
+
+/// The cause unless the first block may end it: with drafts it may show that blocks are named by the
+/// tokens behind them.
+fn certain(cause: UnverifiedCause, prefixes: usize) -> Option<UnverifiedCause> {
+    let is_open = cause == UnverifiedCause::Lookup(LookupDoubt::Speculation) && prefixes == 0;
+    (!is_open).then_some(cause)
 }
 
 fn warn_of(cause: UnverifiedCause) {
@@ -607,5 +616,19 @@ mod tests {
         ]
         .map(|(secs, error)| warning.is_due(begin + Duration::from_secs(secs), error));
         assert_eq!(due, [true, false, true, false, true, true, false]);
+    }
+
+    #[test]
+    fn drafts_are_no_cause_before_a_block_shows_its_name() {
+        let drafts = UnverifiedCause::Lookup(LookupDoubt::Speculation);
+        assert_eq!(certain(drafts, 0), None);
+        assert_eq!(certain(drafts, 1), Some(drafts));
+        let others = [
+            UnverifiedCause::NoReplay,
+            UnverifiedCause::Lookup(LookupDoubt::NoMetrics),
+        ];
+        for other in others {
+            assert_eq!(certain(other, 0), Some(other));
+        }
     }
 }
