@@ -19,6 +19,7 @@ CONTEXT_TOKENS = {"full": 2016}
 """What fits into its blocks, for sessions of agents; 1,024 of other forms."""
 OFFLOAD_BYTES = 96 * 16384
 """96 blocks of two layers with two heads of 32."""
+RANKS_MAX = 2
 BUFFER_STEPS = 200
 """Batches that a replay reaches back."""
 MODEL, OTHER_MODEL = "tiny", "other"
@@ -55,13 +56,13 @@ def wait_for(what, condition):
         time.sleep(0.05)
 
 
-def call(port, method, path, body=None):
+def call(port, method, path, body=None, headers=None):
     """One exchange on a connection of its own: status, headers (lower case), body."""
     connection = http.client.HTTPConnection(HOST, port, timeout=DEADLINE_SECS)
     try:
         data = None if body is None else json.dumps(body)
         # The second is for changes on a router's admin port.
-        sent = {"content-type": "application/json", "x-warmroute-admin": "1"}
+        sent = {"content-type": "application/json", "x-warmroute-admin": "1", **(headers or {})}
         connection.request(method, path, data, sent)
         response = connection.getresponse()
         headers = {name.lower(): value for name, value in response.getheaders()}
@@ -100,6 +101,14 @@ def free_ports(count):
     return ports
 
 
+def ports_apart(count):
+    """Free ports with a free one behind each."""
+    while True:
+        ports = free_ports(count)
+        if len({port + rank for port in ports for rank in range(RANKS_MAX)}) == count * RANKS_MAX:
+            return ports
+
+
 def parents():
     """The parent of every process of this machine."""
     found = {}
@@ -134,12 +143,14 @@ class Engine:
 
     def __init__(self, name, options):
         self.name = name
-        self.port, self.kv_port, self.replay_port = free_ports(3)
+        # Each rank's sockets have the next ports.
+        self.port, self.kv_port, self.replay_port = ports_apart(3)
         self.options = options
+        self.ranks, self.assume = 1, ()
         self.model, self.served = options.model, MODEL
         self.blocks = BLOCKS[options.form]
         self.context = CONTEXT_TOKENS.get(options.form, 1024)
-        self.flags, self.environment = [], {}
+        self.flags, self.python_path, self.environment = [], [], {}
         self.buffer_steps = BUFFER_STEPS
         self.cpus = os.sched_getaffinity(0)
         self.process = None
@@ -160,7 +171,7 @@ class Engine:
             },
         }
         self.flags = ["--kv-transfer-config", json.dumps(connector)]
-        self.environment = {"PYTHONPATH": str(Path(__file__).parent)}
+        self.python_path = [str(Path(__file__).parent)]
 
     def start(self):
         self.lives += 1
@@ -186,9 +197,11 @@ class Engine:
             *("--kv-events-config", json.dumps(events)),
             *self.flags,
         ]
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         environment = {
             **os.environ,
             **self.environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, [*self.python_path, *inherited])),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

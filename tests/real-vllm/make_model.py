@@ -1,6 +1,6 @@
 """Makes a small model for vLLM's dummy weights, and a byte-level BPE tokenizer with a chat template, trained on
 this repository's documents. FORM: a two-layer Llama (`full`), the same one behind a CLIP that makes 25 tokens of an
-image (`images`), or six layers of Gemma 3, whose layers all slide (`all-sliding`) or all but two (`sliding`).
+image (`images`), its first layer alone, which drafts for it (`draft`), or six layers of Gemma 3, whose layers all slide (`all-sliding`) or all but two (`sliding`).
 
 usage: make_model.py DIR FORM VOCABULARY_SIZE
 """
@@ -150,7 +150,7 @@ def main() -> None:
         "model_type": "llama",
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1 if form == "draft" else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,

@@ -92,7 +92,12 @@ class Router(Part):
 
 
 def digests(port):
-    return {source["worker"]: source for source in get(port, "/v1/digest")["sources"]}
+    return {name_of(source): source for source in get(port, "/v1/digest")["sources"]}
+
+
+def name_of(source):
+    rank = source["dp_rank"]
+    return f"{source['worker']}/{rank}" if rank else source["worker"]
 
 
 def is_listening(port):
@@ -103,14 +108,24 @@ def is_listening(port):
     return True
 
 
+def declared(engine):
+    """A worker as a flag: the admin port takes no assumptions."""
+    sockets = (f"{key}=tcp://{HOST}:{port}" for key, port in (("kv", engine.kv_port), ("replay", engine.replay_port)))
+    assumed = (f"assume={what}" for what in engine.assume)
+    url = f"http://{HOST}:{engine.port}"
+    return ",".join([url, *sockets, f"id={engine.name}", f"ranks={engine.ranks}", *assumed])
+
+
 class Embedded:
     """One router with everything inside."""
 
     def __init__(self, engines, options, name="router", arguments=(), more_settings=""):
-        self.router = Router(name, arguments, options, more_settings)
+        flags = [f"--worker={declared(engine)}" for engine in engines if engine.assume]
+        self.router = Router(name, [*flags, *arguments], options, more_settings)
         try:
             for engine in engines:
-                self.add(engine)
+                if not engine.assume:
+                    self.add(engine)
         except BaseException:
             self.stop()
             raise
@@ -121,6 +136,7 @@ class Embedded:
             "url": f"http://{HOST}:{engine.port}",
             "kv": f"tcp://{HOST}:{engine.kv_port}",
             "replay": f"tcp://{HOST}:{engine.replay_port}",
+            "ranks": engine.ranks,
         }
         status, _, raw = call(self.router.admin_port, "POST", "/workers", worker)
         if status != 201:
