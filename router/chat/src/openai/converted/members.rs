@@ -11,16 +11,21 @@ pub(super) struct Members<'a>(BTreeMap<String, &'a RawValue>);
 
 impl<'a> Members<'a> {
     pub(super) fn read(object: &'a RawValue) -> Conversion<Self> {
-        let mut members: BTreeMap<String, &RawValue> =
-            serde_json::from_str(object.get()).map_err(unknown)?;
-        members.retain(|_, value| value.get() != "null");
-        Ok(Self(members))
+        serde_json::from_str(object.get())
+            .map(Self::given)
+            .map_err(unknown)
     }
 
-    /// A list of objects.
+    /// A list of objects, read in one pass: most of a body is in them.
     pub(super) fn list(list: &'a RawValue) -> Conversion<Vec<Self>> {
-        let objects: Vec<&RawValue> = serde_json::from_str(list.get()).map_err(unknown)?;
-        objects.into_iter().map(Self::read).collect()
+        let objects: Vec<BTreeMap<String, &RawValue>> =
+            serde_json::from_str(list.get()).map_err(unknown)?;
+        Ok(objects.into_iter().map(Self::given).collect())
+    }
+
+    fn given(mut members: BTreeMap<String, &'a RawValue>) -> Self {
+        members.retain(|_, value| value.get() != "null");
+        Self(members)
     }
 
     pub(super) fn raw(&mut self, name: &str) -> Option<&'a RawValue> {
