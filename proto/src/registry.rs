@@ -1,5 +1,7 @@
 //! The registry's values, and the request that asks a shim for a new generation.
 
+use std::str::FromStr;
+
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +38,7 @@ pub struct WorkerEntry {
     pub version: String,
     /// [`BlockCut::lookahead`].
     pub lookahead: u32,
+    pub role: WorkerRole,
 }
 
 impl WorkerEntry {
@@ -54,6 +57,7 @@ impl WorkerEntry {
             main_attention_only: false,
             version: String::new(),
             lookahead: 0,
+            role: WorkerRole::Both,
         }
     }
 
@@ -62,6 +66,49 @@ impl WorkerEntry {
     pub fn block_cut(&self) -> Option<BlockCut> {
         let lookahead = self.lookahead;
         self.block_size.map(|size| BlockCut { size, lookahead })
+    }
+}
+
+/// Which part of a request a worker serves. Numbers are wire values: stable.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerRole {
+    /// Whole requests.
+    #[default]
+    Both = 0,
+    /// Prompts, whose blocks a worker with another role takes over.
+    Prefill = 1,
+    /// Answers to prompts that a prefill worker computed, and whole requests.
+    Decode = 2,
+}
+
+impl WorkerRole {
+    pub const ALL: [Self; 3] = [Self::Both, Self::Prefill, Self::Decode];
+
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Both => "both",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// A text that names no [`WorkerRole`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no role: both, prefill or decode")]
+pub struct UnknownRole(String);
+
+impl FromStr for WorkerRole {
+    type Err = UnknownRole;
+
+    fn from_str(text: &str) -> Result<Self, UnknownRole> {
+        let named = |role: &Self| role.label() == text;
+        let role = Self::ALL.into_iter().find(named);
+        role.ok_or_else(|| UnknownRole(text.to_owned()))
     }
 }
 

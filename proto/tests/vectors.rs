@@ -33,7 +33,7 @@ use warmroute_proto::registry::{
     CreditDoubt, DemotedSource, DemotionEntry, DrainEntry, DrainState, DrainUntil, FailedCheck,
     GenerationEntry, IndexerEntry, Lora, LostWorker, ModelProblem, ResyncReason, ResyncRequest,
     RouterDoubts, RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease,
-    UnreachableWorker, WorkerEntry,
+    UnreachableWorker, WorkerEntry, WorkerRole,
 };
 use warmroute_proto::roster::{
     BlocksBefore, DeepHolderQuery, HolderAnswer, HolderDetail, HolderGroup, HolderPart,
@@ -373,6 +373,7 @@ fn worker() -> WorkerEntry {
         main_attention_only: true,
         version: "0.1.0".into(),
         lookahead: 3,
+        role: WorkerRole::Decode,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr as _;
 
 use clap::builder::{NonEmptyStringValueParser, TypedValueParser as _};
 use clap::{Parser, ValueEnum};
@@ -10,7 +11,7 @@ use warmroute_process::args::{LogArgs, NatsArgs, NoNatsUrl};
 use warmroute_process::byte_size::bytes_within;
 use warmroute_process::engine_args::{block_size, is_endpoint, is_event_route, is_route_of};
 use warmroute_process::{build, completions, listen};
-use warmroute_proto::registry::RANKS_MAX;
+use warmroute_proto::registry::{RANKS_MAX, WorkerRole};
 use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::ShimConfig;
@@ -67,6 +68,12 @@ pub struct Args {
         value_parser = clap::value_parser!(u32).range(1..=i64::from(RANKS_MAX))
     )]
     pub ranks: u32,
+    /// Which part of a request the engine serves: both, prefill or decode.
+    #[arg(
+        long, env = "WARMROUTE_ROLE", value_name = "ROLE", default_value = "both",
+        value_parser = WorkerRole::from_str
+    )]
+    pub role: WorkerRole,
     /// Directory of checkpoints. Without it, a restarted shim has only the engine's replay buffer.
     #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
@@ -215,6 +222,7 @@ impl TryFrom<Args> for Config {
                 kv_endpoint,
                 kv_replay_endpoint,
                 ranks: args.ranks,
+                role: args.role,
                 topic: args.kv_topic,
                 block_size: args.block_size,
                 assume: assumptions(&args.assume),
@@ -302,6 +310,7 @@ mod tests {
             "--kv-topic=kv",
             "--outbox-bytes=2000000",
             "--ranks=2",
+            "--role=prefill",
             "--state-dir=/var/lib/x",
         ])
         .unwrap();
@@ -311,6 +320,7 @@ mod tests {
         assert!(config.shim.assume.no_lora && config.shim.assume.main_attention_only);
         assert!(!config.shim.assume.no_extra_keys);
         assert_eq!(config.shim.outbox_bytes_max, 2_000_000);
+        assert_eq!(config.shim.role, WorkerRole::Prefill);
         assert_eq!(config.state_dir, Some("/var/lib/x".into()));
         assert_eq!(config.engine_key_file, Some("/run/key".into()));
         assert_eq!(config.engine_ca, Some("/run/ca".into()));
@@ -340,6 +350,7 @@ mod tests {
             ("--kv-replay-endpoint=http://h:1/x", "--kv-replay-endpoint"),
             ("--kv-replay-endpoint=tcp://*:1", "--kv-replay-endpoint"),
             ("--ranks=0", "--ranks"),
+            ("--role=judge", "--role"),
             ("--block-size=0", "--block-size"),
             ("--outbox-bytes=1", "--outbox-bytes"),
             ("--assume=luck", "--assume"),

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use warmroute_process::engine_args::is_event_route;
 use warmroute_process::tls::EngineTls;
+use warmroute_proto::registry::WorkerRole;
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
 use crate::engine_key::EngineKeySource;
@@ -29,6 +30,7 @@ pub struct ShimConfig {
     /// The replay endpoint, likewise.
     pub kv_replay_endpoint: Option<String>,
     pub ranks: u32,
+    pub role: WorkerRole,
     /// Live messages of other topics are dropped.
     pub topic: Option<String>,
     /// The block size that events must have. `None`: the size that events report.
@@ -62,6 +64,7 @@ impl ShimConfig {
             kv_endpoint: None,
             kv_replay_endpoint: None,
             ranks: 1,
+            role: WorkerRole::Both,
             topic: None,
             block_size: None,
             assume: Assumptions::default(),

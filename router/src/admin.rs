@@ -401,6 +401,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "models": worker.entry.models,
         "loras": worker.entry.loras,
         "ranks": worker.entry.ranks,
+        "role": worker.entry.role.label(),
         "block_size": worker.entry.block_size,
         "lookahead": worker.entry.lookahead,
         "entry": worker.entry,

@@ -42,6 +42,8 @@ pub(crate) enum ProxyError {
     Method,
     #[error("No worker that serves the model is available.")]
     NoWorker,
+    #[error("All workers of the model have the role prefill: it needs one that answers.")]
+    OnlyPrefill,
     #[error("All workers that serve the model are full.")]
     AllFull,
     #[error("{}", shed_text(.0.reason))]
@@ -123,6 +125,7 @@ impl ProxyError {
             Self::TooLarge { .. } => (413, ErrorType::TooLarge, "request_too_large"),
             Self::UnknownPath(_) => (404, ErrorType::NotFound, "unknown_url"),
             Self::NoWorker => (503, ErrorType::Unavailable, "no_worker"),
+            Self::OnlyPrefill => (503, ErrorType::Unavailable, "only_prefill_workers"),
             Self::AllFull => (429, ErrorType::RateLimited, "workers_full"),
             Self::Shed(shed) => match shed.reason {
                 ShedReason::NotQueued => (429, ErrorType::RateLimited, "workers_full"),
@@ -147,6 +150,7 @@ impl ProxyError {
     fn retry_after_secs(&self) -> Option<u64> {
         match self {
             Self::NoWorker
+            | Self::OnlyPrefill
             | Self::AllFull
             | Self::BuffersFull
             | Self::FilesFull
@@ -304,7 +308,9 @@ impl From<RouteRefusal> for ProxyError {
             RouteRefusal::NoWorkers
             | RouteRefusal::AllUnhealthy
             | RouteRefusal::AllDraining
+            | RouteRefusal::NoPrefill
             | RouteRefusal::AllTried => Self::NoWorker,
+            RouteRefusal::OnlyPrefill => Self::OnlyPrefill,
             RouteRefusal::Full { .. } => Self::AllFull,
         }
     }
@@ -375,6 +381,7 @@ mod tests {
         };
         for (error, status, retry) in [
             (ProxyError::NoWorker, 503, true),
+            (ProxyError::OnlyPrefill, 503, true),
             (ProxyError::AllFull, 429, true),
             (ProxyError::BuffersFull, 503, true),
             (shed(ShedReason::QueueFull), 429, true),

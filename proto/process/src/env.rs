@@ -53,6 +53,7 @@ pub const OURS: &[&str] = &[
     "RANKS",
     "REPLICAS",
     "RESIZE",
+    "ROLE",
     "ROUTER_TEMPERATURE",
     "SNAPSHOT_EVERY_BYTES",
     "SNAPSHOT_EVERY_SECS",

@@ -186,6 +186,7 @@ impl WorkerLease {
             version: build::version().to_owned(),
             // A rank without events knows of none.
             lookahead: cuts.map(|cut| cut.lookahead).max().unwrap_or_default(),
+            role: self.config.role,
         }
     }
 }

@@ -203,6 +203,7 @@ impl Fleet {
             model: "m",
             prompt,
             exclude: &[],
+            leg: warmroute_route::Leg::Whole,
         };
         let begin = Instant::now();
         let admitted = self.core.admit(&request, Some(answer), self.now).unwrap();

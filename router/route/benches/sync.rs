@@ -79,6 +79,7 @@ fn admit(core: &mut Core, prompt: &Prompt, now: Instant) -> u64 {
         model: "m",
         prompt,
         exclude: &[],
+        leg: warmroute_route::Leg::Whole,
     };
     core.admit(&ask, None, now).unwrap().slot
 }

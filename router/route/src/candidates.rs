@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
-use warmroute_proto::registry::{DrainState, RANKS_MAX, WorkerEntry};
+use warmroute_proto::registry::{DrainState, RANKS_MAX, WorkerEntry, WorkerRole};
 use warmroute_proto::{BlockCut, DpRank, Seed, Source, WorkerId};
 
 use super::source_table::{SourceId, SourceTable};
@@ -45,10 +45,27 @@ pub enum RouteRefusal {
     AllUnhealthy,
     #[error("all healthy workers of this model are draining")]
     AllDraining,
+    #[error("all workers of this model have the role prefill, and none can answer")]
+    OnlyPrefill,
+    #[error("no worker of this model has the role prefill")]
+    NoPrefill,
     #[error("every worker of this model was tried")]
     AllTried,
     #[error("all workers of this model are full")]
     Full { retry_after: Duration },
+}
+
+/// The part of a request that a source is chosen for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Leg {
+    /// All of it: sources with any role but prefill.
+    #[default]
+    Whole,
+    /// Its prompt: sources with the role prefill.
+    Prefill,
+    /// Its answer, to a prompt whose blocks come from a prefill source: sources with the role decode;
+    /// where none is usable, those that serve whole requests.
+    Decode,
 }
 
 /// A source that can take requests for a model.
@@ -60,6 +77,7 @@ pub struct Candidate {
     pub cut: Option<BlockCut>,
     /// All KV groups are main attention: a credited block must be cached.
     pub main_attention_only: bool,
+    pub role: WorkerRole,
     /// [`Health::OnTrial`].
     pub on_trial: bool,
 }
@@ -107,8 +125,12 @@ pub struct WorkerStatus {
 #[derive(Clone, Debug)]
 struct ModelCandidates {
     model: ServedModel,
-    candidates: Result<Vec<Candidate>, RouteRefusal>,
+    whole: LegCandidates,
+    prefill: LegCandidates,
+    decode: LegCandidates,
 }
+
+type LegCandidates = Result<Vec<Candidate>, RouteRefusal>;
 
 impl WorkerDirectory {
     /// Replaces the registered workers. A worker that stays keeps its drain, and its health unless
@@ -198,8 +220,14 @@ impl WorkerDirectory {
         self.served(name).map(|served| &served.model)
     }
 
-    pub fn candidates(&self, name: &str) -> Result<&[Candidate], RouteRefusal> {
-        match &self.served(name)?.candidates {
+    pub fn candidates(&self, name: &str, leg: Leg) -> Result<&[Candidate], RouteRefusal> {
+        let served = self.served(name)?;
+        let candidates = match leg {
+            Leg::Whole => &served.whole,
+            Leg::Prefill => &served.prefill,
+            Leg::Decode => &served.decode,
+        };
+        match candidates {
             Ok(candidates) => Ok(candidates),
             Err(refusal) => Err(refusal.clone()),
         }
@@ -260,14 +288,36 @@ fn serve(
             base: base.unwrap_or(name).to_owned(),
             kind,
         },
-        candidates: usable(workers).map(|workers| {
-            let mut candidates = Vec::new();
-            for worker in workers {
-                add_ranks(table, worker, &mut candidates);
-            }
-            candidates
-        }),
+        whole: leg_candidates(table, workers, Leg::Whole),
+        prefill: leg_candidates(table, workers, Leg::Prefill),
+        decode: leg_candidates(table, workers, Leg::Decode),
     }
+}
+
+fn leg_candidates(
+    table: &mut SourceTable,
+    workers: &[&WorkerStatus],
+    leg: Leg,
+) -> Result<Vec<Candidate>, RouteRefusal> {
+    let with = |roles: &[WorkerRole]| -> Vec<&WorkerStatus> {
+        let all = workers.iter().copied();
+        all.filter(|worker| roles.contains(&worker.entry.role))
+            .collect()
+    };
+    let prefill = with(&[WorkerRole::Prefill]);
+    let answering = with(&[WorkerRole::Both, WorkerRole::Decode]);
+    let chosen = match leg {
+        Leg::Whole if answering.is_empty() => return Err(RouteRefusal::OnlyPrefill),
+        Leg::Whole => usable(&answering)?,
+        Leg::Prefill | Leg::Decode if prefill.is_empty() => return Err(RouteRefusal::NoPrefill),
+        Leg::Prefill => usable(&prefill)?,
+        Leg::Decode => usable(&with(&[WorkerRole::Decode])).or_else(|_| usable(&answering))?,
+    };
+    let mut candidates = Vec::new();
+    for worker in chosen {
+        add_ranks(table, worker, &mut candidates);
+    }
+    Ok(candidates)
 }
 
 /// The adapter's parent, or the worker's first model if the engine does not report one.
@@ -319,6 +369,7 @@ fn add_ranks(table: &mut SourceTable, worker: &WorkerStatus, candidates: &mut Ve
             url: Arc::clone(&url),
             cut: entry.block_cut(),
             main_attention_only: entry.main_attention_only,
+            role: entry.role,
             on_trial: worker.health == Health::OnTrial,
         });
     }

@@ -19,7 +19,8 @@
 //!
 //! `cost = queue + foreign + prefill + RUNNING × (prefill × active requests + decode)`, in seconds
 //! ([`TimeTerms::total`]). The coefficients of each source are learned ([`super::ttft`],
-//! [`super::itl`]), so that a slow source needs no factor.
+//! [`super::itl`]), so that a slow source needs no factor. A request whose prompt another source
+//! computes has a transfer ([`super::transfer`]) in place of the prefill.
 //!
 //! # Credit
 //!
@@ -118,6 +119,17 @@ pub fn prefill_blocks(outstanding_tokens: u64, prompt: &Prompt, overlap_value: f
     outstanding_tokens as f64 / block + own.max(0.0)
 }
 
+/// A block that another source sends takes about this part of the time that its prefill takes.
+pub const TRANSFER_WEIGHT: f64 = 0.1;
+
+/// [`prefill_blocks`] of a request whose prompt another source computes: the prefill of others, and
+/// the transfer of the blocks that are not held.
+#[must_use]
+pub fn transfer_blocks(outstanding_tokens: u64, prompt: &Prompt, overlap_value: f64) -> f64 {
+    let others = outstanding_tokens as f64 / f64::from(prompt.block_tokens());
+    others + TRANSFER_WEIGHT * prefill_blocks(0, prompt, overlap_value)
+}
+
 /// Blocks expected beyond the credit. `predicted` counts from depth 0.
 #[must_use]
 pub fn predicted_beyond(predicted: u32, overlap_blocks: u32, credit_max: u32) -> u32 {
@@ -179,6 +191,8 @@ pub struct TimeTerms {
     pub foreign: f64,
     /// Prefill of this prompt, less what is credited and predicted.
     pub prefill: f64,
+    /// Until the prompt's blocks have come from another source, which delays no running request.
+    pub transfer: f64,
     /// From the first token to the end of a typical answer.
     pub decode: f64,
 }
@@ -189,7 +203,13 @@ impl TimeTerms {
     #[must_use]
     pub fn total(&self, active_requests: u32) -> f64 {
         let running = self.prefill * f64::from(active_requests) + self.decode;
-        self.queue + self.foreign + self.prefill + RUNNING * running
+        self.queue + self.foreign + self.prefill + self.transfer + RUNNING * running
+    }
+
+    /// What running requests lose to the prefill, as the cost counts it.
+    #[must_use]
+    pub fn delay(&self, active_requests: u32) -> f64 {
+        RUNNING * self.prefill * f64::from(active_requests)
     }
 
     /// What the cost multiplies `prefill` and `decode` by. The other terms count once.

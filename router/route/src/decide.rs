@@ -18,7 +18,7 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tier, Tiers};
 
 use super::audit::{ClaimStanding, CreditClaim};
-use super::candidates::{Candidate, RouteRefusal};
+use super::candidates::{Candidate, Leg, RouteRefusal};
 use super::choice::{Odds, Policy, power_of_two, prefix_hash, rendezvous};
 use super::cost::{self, Knobs};
 use super::engine_load::EngineLoads;
@@ -43,6 +43,8 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 pub struct DecisionInput<'a> {
     pub prompt: &'a Prompt,
     pub candidates: &'a [Candidate],
+    /// The part of the request that the candidates are for.
+    pub leg: Leg,
     /// Sources that were tried for this request.
     pub exclude: &'a [Source],
     /// A slot to ignore: the one that this request has already, if it is decided again.
@@ -99,6 +101,8 @@ pub struct Decision {
     pub predicted_blocks: u32,
     /// Tokens that this request adds to the source's outstanding prefill.
     pub prefill_tokens: u32,
+    /// Tokens whose blocks come from a prefill source.
+    pub transfer_tokens: u32,
     /// Tokens to prefill before the first token, this prompt's included.
     pub tokens_ahead: u64,
     /// Expected time from sending to the first token.
@@ -349,7 +353,11 @@ fn explain(
     let prompt = input.prompt.cut(candidate.cut);
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
-    let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks());
+    let own_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks());
+    let (prefill_tokens, transfer_tokens) = match input.leg {
+        Leg::Whole | Leg::Prefill => (own_tokens, 0),
+        Leg::Decode => (0, own_tokens),
+    };
     let queued = (chosen.time.queue + chosen.time.foreign)
         / input.speed.ttft.fits.line(candidate.id).secs_each;
     // A saturating cast of a number of at least 0.
@@ -362,8 +370,10 @@ fn explain(
         overlap_blocks,
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,
+        transfer_tokens,
         tokens_ahead,
-        predicted_ttft: input.speed.ttft.predict(candidate.id, tokens_ahead),
+        predicted_ttft: input.speed.ttft.predict(candidate.id, tokens_ahead)
+            + Duration::from_secs_f64(chosen.time.transfer),
         claim: claim(input, candidate),
         chosen,
         weighed: Vec::new(),

@@ -18,7 +18,8 @@
 //! let prompt = Prompt::new(&tokens, block_size, seed);   // or Prompt::of_text(text, …)
 //! let answer = index.query(prompt.blocks()).await;       // Option<IndexReply>
 //!
-//! let request = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried };
+//! let request = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried,
+//!     leg: Leg::Whole };
 //! let admitted = core.admit(&request, answer.as_ref(), now)?;   // decides and opens a slot
 //! let mut slot = SlotGuard::new(sink, admitted.slot);           // sink: Arc<impl SlotSink>
 //!
@@ -58,6 +59,7 @@ pub mod index_view;
 pub mod itl;
 pub mod ledger;
 pub mod moves;
+pub mod pairing;
 pub mod prediction;
 pub mod prefix_table;
 pub mod prompt;
@@ -79,15 +81,17 @@ pub mod terms;
 #[cfg(test)]
 mod testing;
 pub mod traffic;
+pub mod transfer;
 pub mod ttft;
 
 pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
-pub use candidates::{Candidate, Health, RouteRefusal, ServedModel};
+pub use candidates::{Candidate, Health, Leg, RouteRefusal, ServedModel};
 pub use choice::Policy;
 pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, WEIGHED_MAX};
 pub use engine_load::{EngineBounds, EngineReading, ForeignLoad};
 pub use moves::MoveCounts;
+pub use pairing::{PairThreshold, SplitVerdict};
 pub use prompt::{CacheReads, Prompt, PromptBasis, SessionKey};
 pub use prompt_form::{PromptFeatures, PromptForm};
 pub use replica_roster::{

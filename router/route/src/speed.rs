@@ -12,6 +12,7 @@ use super::fit::Line;
 use super::itl::{AnswerTiming, ItlModel};
 use super::slots::SlotKey;
 use super::source_table::{PerSource, SourceId};
+use super::transfer::TransferTimes;
 use super::ttft::TtftModel;
 
 /// How often what was learned of an unused source fades, and how much of it stays: half in 7 s.
@@ -26,6 +27,7 @@ const CROSSING: Duration = Duration::from_millis(15);
 pub struct SpeedTracker {
     pub ttft: TtftModel,
     pub itl: ItlModel,
+    pub transfers: TransferTimes,
     backlog: PrefillBacklog,
     /// Requests without a first token, of each source.
     prefills: PerSource<BTreeMap<SlotKey, PrefillInProgress>>,
@@ -88,12 +90,14 @@ impl SpeedTracker {
             self.ttft.fits.fade(FADE_KEEP);
             self.itl.fits.fade(FADE_KEEP);
         }
+        self.transfers.expire(now);
     }
 
     /// Resets a source, whose engine restarted.
     pub fn restarted(&mut self, source: SourceId) {
         self.ttft.fits.restarted(source);
         self.itl.fits.restarted(source);
+        self.transfers.restarted(source);
     }
 
     /// A source accepted a request.
@@ -149,8 +153,11 @@ impl SpeedTracker {
             return;
         };
         let elapsed = now.saturating_duration_since(prefill.since);
-        self.ttft
-            .learn(prefill.source, prefill.tokens_ahead, elapsed);
+        // What has nothing to prefill waits for blocks of another source.
+        if prefill.tokens > 0 {
+            self.ttft
+                .learn(prefill.source, prefill.tokens_ahead, elapsed);
+        }
         let answer = AnswerInProgress {
             source: prefill.source,
             since: now,

@@ -15,7 +15,7 @@ use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 use super::audit::{
     AuditCounts, AuditVerdict, ClaimStanding, CreditAudit, Recheck, RecheckVerdict,
 };
-use super::candidates::{Candidate, Health, RouteRefusal, ServedModel, WorkerDirectory};
+use super::candidates::{Candidate, Health, Leg, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::Knobs;
 use super::decide::{Decision, DecisionInput, decide};
@@ -41,6 +41,7 @@ mod doubts;
 mod engines;
 mod figures;
 mod judgement;
+mod pairing;
 mod reconsider;
 
 pub use doubts::{DoubtEvent, DoubtedScope};
@@ -64,6 +65,7 @@ pub struct RouteRequest<'a> {
     pub prompt: &'a Prompt,
     /// Sources that were tried for this request.
     pub exclude: &'a [Source],
+    pub leg: Leg,
 }
 
 /// A request with a source and an open slot.
@@ -265,10 +267,11 @@ impl Core {
         self.turn = self.turn.wrapping_add(1);
         self.traffic.decided(request.prompt, &decision);
         self.account_compared(request.prompt, &decision.compared, &trusted, now);
-        let mut admitted = self.open(request.prompt, decision, None, now)?;
-        // Retries are not moved, and only policies with costs can compare.
-        let is_movable = self.knobs.policy.is_timed() || self.knobs.policy == Policy::Kv;
-        if request.exclude.is_empty() && is_movable {
+        let mut admitted = self.open(request, decision, None, now)?;
+        // Retries are not moved, and only policies with costs can compare. Transferred blocks can be
+        // taken over once.
+        let is_comparable = self.knobs.policy.is_timed() || self.knobs.policy == Policy::Kv;
+        if request.exclude.is_empty() && is_comparable && request.leg != Leg::Decode {
             let source = admitted.decision.claim.source;
             admitted.movable_until = self.moves.sent(admitted.slot, source, now);
         }
@@ -291,7 +294,8 @@ impl Core {
         self.doubts.evidence.weaken(form, &mut trusted);
         let input = DecisionInput {
             prompt: request.prompt,
-            candidates: self.fleet.candidates(request.model)?,
+            candidates: self.fleet.candidates(request.model, request.leg)?,
+            leg: request.leg,
             exclude: request.exclude,
             except,
             turn: self.turn,
@@ -322,6 +326,7 @@ impl Core {
                     }
                     self.traffic.first_token(sent.source, elapsed, now);
                 }
+                self.speed.transfers.arrived(counter, now);
                 self.answered(counter, now);
                 let unmeasured = LoadChange::Grow { counter, blocks: 0 };
                 let completed = LoadChange::MarkPrefillCompleted { counter };
@@ -340,6 +345,7 @@ impl Core {
             SlotEvent::Grow { counter, blocks } => vec![LoadChange::Grow { counter, blocks }],
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
+                self.speed.transfers.ended(counter);
                 let sent = self.pending.remove(&counter);
                 // A complete answer without a first token is no measurement of the first token, and a
                 // failure is none of the speed.
@@ -535,7 +541,7 @@ impl Core {
     #[must_use]
     pub fn has_other(
         &self,
-        model: &str,
+        (model, leg): (&str, Leg),
         tried: &[Source],
         worker: &WorkerId,
         now: Instant,
@@ -547,7 +553,7 @@ impl Core {
                 && !self.stalls.is_stalled(candidate.id, now)
                 && (!room.is_bounded() || room.free_places(candidate.id, None) > 0)
         };
-        let candidates = self.fleet.candidates(model);
+        let candidates = self.fleet.candidates(model, leg);
         candidates.is_ok_and(|candidates| candidates.iter().any(takes))
     }
 
@@ -601,14 +607,14 @@ impl Core {
     /// the request twice or not at all.
     fn open(
         &mut self,
-        prompt: &Prompt,
+        request: &RouteRequest<'_>,
         decision: Decision,
         replaced: Option<u64>,
         now: Instant,
     ) -> Result<Admitted, LedgerError> {
         let (source, slot) = (decision.claim.source, self.ledger.counter());
-        let prompt_tokens = prompt.tokens();
-        let prompt = prompt.cut(Some(decision.claim.cut));
+        let prompt_tokens = request.prompt.tokens();
+        let prompt = request.prompt.cut(Some(decision.claim.cut));
         let opening = Ledger::opening(
             slot,
             &decision.source,
@@ -627,12 +633,22 @@ impl Core {
             self.stalls.sent(slot, source, decision.predicted_ttft, now);
         }
         let compared = decision.compared.iter().map(|one| one.source);
-        let pending = PendingPrefill {
-            source,
-            sent: now,
-            typical: self.speed.ttft.typical(compared, decision.tokens_ahead),
-        };
-        self.pending.insert(slot, pending);
+        match request.leg {
+            Leg::Whole | Leg::Prefill => {
+                let typical = self.speed.ttft.typical(compared, decision.tokens_ahead);
+                let pending = PendingPrefill {
+                    source,
+                    sent: now,
+                    typical,
+                };
+                self.pending.insert(slot, pending);
+            }
+            // Its first token measures a transfer, which says nothing of the source's speed.
+            Leg::Decode => {
+                let transfer = decision.transfer_tokens;
+                self.speed.transfers.sent(slot, source, transfer, now);
+            }
+        }
         Ok(Admitted {
             decision,
             slot,
@@ -744,5 +760,7 @@ const fn slot_of(change: &LoadChange) -> u64 {
 
 #[cfg(test)]
 mod cut_tests;
+#[cfg(test)]
+mod pair_tests;
 #[cfg(test)]
 mod tests;

@@ -8,7 +8,7 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{BlockCut, Tiers};
 
 use super::backlog::BacklogTime;
-use super::candidates::Candidate;
+use super::candidates::{Candidate, Leg};
 use super::cost::{self, CostFactors, TimeTerms};
 use super::decide::{DecisionBasis, DecisionInput};
 use super::engine_load::ForeignLoad;
@@ -140,7 +140,7 @@ impl<'a> CandidateScale<'a> {
             let time = self.time(cut, candidate, value, &loads);
             time.total(loads.requests())
         } else {
-            let blocks = load_blocks(cut, candidate, value, &loads);
+            let blocks = self.load_blocks(cut, candidate, value, &loads);
             self.block_cost(cut, candidate, value, blocks)
         };
         ComparedCandidate {
@@ -163,7 +163,7 @@ impl<'a> CandidateScale<'a> {
         let expected = expected(cut, candidate, known, cost::overlap_blocks(credit.overlap));
         let value = self.value(&credit, &expected);
         let loads = self.loads(id);
-        let blocks = load_blocks(cut, candidate, value, &loads);
+        let blocks = self.load_blocks(cut, candidate, value, &loads);
         let time = self.time(cut, candidate, value, &loads);
         let (cost, factors) = if input.knobs.policy.is_timed() {
             let requests = loads.requests();
@@ -259,6 +259,10 @@ impl<'a> CandidateScale<'a> {
             speed.prefill_secs(id, (blocks * f64::from(prompt.block_tokens())) as u64)
         };
         let requests = loads.requests();
+        let (prefill, transfer) = match input.leg {
+            Leg::Whole | Leg::Prefill => (speed.prefill_secs(id, own.into()), 0.0),
+            Leg::Decode => (0.0, speed.transfers.secs(id, own)),
+        };
         TimeTerms {
             queue: speed.queue_secs(id, load.prefill_tokens, self.backlog_time),
             // Most engines have no others.
@@ -266,7 +270,8 @@ impl<'a> CandidateScale<'a> {
                 0 => 0.0,
                 _ => foreign_secs(),
             },
-            prefill: speed.prefill_secs(id, own.into()),
+            prefill,
+            transfer,
             decode: speed.itl.decode_secs(id, requests.saturating_add(1)),
         }
     }
@@ -283,8 +288,34 @@ impl<'a> CandidateScale<'a> {
         let weight = input.knobs.overlap_score_weight;
         let prefill_blocks = blocks.prefill + blocks.foreign_prefill;
         let decode_blocks = blocks.decode + blocks.foreign_decode;
-        let blocks = cost::total(weight, prefill_blocks, value.prediction, decode_blocks);
+        let prediction = match input.leg {
+            Leg::Whole | Leg::Prefill => value.prediction,
+            Leg::Decode => cost::TRANSFER_WEIGHT * value.prediction,
+        };
+        let blocks = cost::total(weight, prefill_blocks, prediction, decode_blocks);
         slowness * blocks * self.unit(cut)
+    }
+
+    fn load_blocks(
+        &self,
+        cut: &CutMatch<'_>,
+        candidate: &Candidate,
+        value: CachedValue,
+        loads: &SourceLoads,
+    ) -> LoadBlocks {
+        let SourceLoads { load, foreign } = loads;
+        let (prompt, shared) = (cut.prompt, cut.shared.of(candidate.id));
+        let [foreign_prefill, foreign_decode] = cost::foreign_blocks(*foreign, prompt);
+        let prefill = match self.input.leg {
+            Leg::Whole | Leg::Prefill => cost::prefill_blocks,
+            Leg::Decode => cost::transfer_blocks,
+        };
+        LoadBlocks {
+            prefill: prefill(load.prefill_tokens, prompt, value.overlap),
+            decode: cost::decode_blocks(load.decode_blocks, prompt, shared),
+            foreign_prefill,
+            foreign_decode,
+        }
     }
 
     /// Makes blocks of one size, so that candidates can be compared.
@@ -298,23 +329,6 @@ impl SourceLoads {
     const fn requests(&self) -> u32 {
         let Self { load, foreign } = self;
         load.active_requests.saturating_add(foreign.requests)
-    }
-}
-
-fn load_blocks(
-    cut: &CutMatch<'_>,
-    candidate: &Candidate,
-    value: CachedValue,
-    loads: &SourceLoads,
-) -> LoadBlocks {
-    let SourceLoads { load, foreign } = loads;
-    let (prompt, shared) = (cut.prompt, cut.shared.of(candidate.id));
-    let [foreign_prefill, foreign_decode] = cost::foreign_blocks(*foreign, prompt);
-    LoadBlocks {
-        prefill: cost::prefill_blocks(load.prefill_tokens, prompt, value.overlap),
-        decode: cost::decode_blocks(load.decode_blocks, prompt, shared),
-        foreign_prefill,
-        foreign_decode,
     }
 }
 

@@ -9,6 +9,7 @@ use serde::Serialize;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::WorkerId;
+use warmroute_proto::registry::{WorkerEntry, WorkerRole};
 
 use super::Admin;
 use crate::clock::unix_time;
@@ -25,6 +26,11 @@ const LOOKS: u32 = 2;
 pub(crate) enum SetupFault {
     #[error("no worker is known, each request gets 503: {remedy}")]
     NoWorker { remedy: &'static str },
+    #[error(
+        "all workers of model {model} have the role prefill, each request gets 503: add a worker \
+         with the role decode or both"
+    )]
+    OnlyPrefill { model: String },
     #[error(
         "model {model} has no tokenizer, so that its prompts are routed by load, without cache \
          knowledge: {why}"
@@ -61,6 +67,8 @@ pub(crate) fn faults(admin: &Admin) -> Vec<SetupFault> {
             },
         });
     }
+    let models = only_prefill(workers.iter().map(|worker| &worker.entry));
+    found.extend(models.map(|model| SetupFault::OnlyPrefill { model }));
     if app.policy.reads_index() {
         let table = app.tokenizers.current();
         let missing = table.models().filter_map(|(model, entry)| {
@@ -74,6 +82,22 @@ pub(crate) fn faults(admin: &Admin) -> Vec<SetupFault> {
         found.extend(missing);
     }
     found
+}
+
+/// The models that no worker answers, adapters included.
+fn only_prefill<'a>(
+    workers: impl Iterator<Item = &'a WorkerEntry>,
+) -> impl Iterator<Item = String> {
+    let mut answered: BTreeMap<&str, bool> = BTreeMap::new();
+    for entry in workers {
+        let adapters = entry.loras.iter().map(|lora| &lora.name);
+        for model in entry.models.iter().chain(adapters) {
+            *answered.entry(model).or_default() |= entry.role != WorkerRole::Prefill;
+        }
+    }
+    let unanswered = answered.into_iter().filter(|(_, is_answered)| !is_answered);
+    let names: Vec<String> = unanswered.map(|(model, _)| model.to_owned()).collect();
+    names.into_iter()
 }
 
 /// The workers of this process whose engines were not reached, or not accepted.
@@ -148,6 +172,24 @@ impl FaultLog {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_model_that_only_prefill_workers_serve_is_a_fault() {
+        let entry = |name: &str, model: &str, role| WorkerEntry {
+            models: vec![model.into()],
+            role,
+            ..WorkerEntry::new(name, "http://h:1")
+        };
+        let workers = [
+            entry("a", "m", WorkerRole::Prefill),
+            entry("b", "m", WorkerRole::Decode),
+            entry("c", "n", WorkerRole::Prefill),
+        ];
+        let found = |workers: &[WorkerEntry]| only_prefill(workers.iter()).collect::<Vec<_>>();
+        assert_eq!(found(&workers), ["n"]);
+        assert_eq!(found(&workers[..1]), ["m"]);
+        assert_eq!(found(&workers[1..2]), [""; 0]);
+    }
 
     #[test]
     fn a_fault_that_lasts_is_logged_once_and_so_is_its_end() {

@@ -52,6 +52,7 @@ impl Door {
             model: "m",
             prompt: &prompt,
             exclude: &[],
+            leg: crate::route::Leg::Whole,
         };
         let (admitted, _) = self.core.admit(&ask, None).ok()?;
         Some(SlotHold::new(Arc::clone(&self.core), admitted.slot))

@@ -77,6 +77,7 @@ impl World {
             model: "m",
             prompt,
             exclude: &[],
+            leg: crate::route::Leg::Whole,
         };
         let (mut admitted, _) = self.core.admit(&ask, Some(&answer)).unwrap();
         let entry = self

@@ -130,9 +130,9 @@ pub struct ListenArgs {
 #[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Fleet")]
 pub struct FleetArgs {
-    /// A vLLM server: URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,key_file=FILE]
-    /// [,assume=WHAT]. Repeatable; in the environment separated by spaces or `;`. Omitted endpoints
-    /// are queried from the engine.
+    /// A vLLM server: URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,role=ROLE]
+    /// [,key_file=FILE][,assume=WHAT]. Repeatable; in the environment separated by spaces or `;`.
+    /// Omitted endpoints are queried from the engine.
     #[arg(long = "worker", env = "WARMROUTE_WORKER", value_name = "SPEC")]
     pub workers: Vec<WorkerList>,
     /// Tokenizer of models that the settings name none for: a tokenizer.json, the directory that

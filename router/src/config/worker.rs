@@ -1,5 +1,6 @@
 //! One worker of an embedded router, as `--worker`, a file or the API names it:
-//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,key_file=FILE][,assume=WHAT]…`.
+//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,role=ROLE][,key_file=FILE]
+//! [,assume=WHAT]…`.
 
 use std::num::NonZeroU32;
 use std::path::{Component, Path, PathBuf};
@@ -10,7 +11,7 @@ use serde::{Deserialize, Deserializer};
 use warmroute_process::engine_args::{is_endpoint, is_event_route, is_route_of};
 use warmroute_process::tls::socket_of;
 use warmroute_proto::WorkerId;
-use warmroute_proto::registry::RANKS_MAX;
+use warmroute_proto::registry::{RANKS_MAX, UnknownRole, WorkerRole};
 use warmroute_shim::args::Assumed;
 use warmroute_shim::{EngineKey, EngineKeyError};
 
@@ -30,6 +31,7 @@ pub struct WorkerSpec {
     /// Where the engine replays its KV events.
     pub replay: Option<String>,
     pub ranks: NonZeroU32,
+    pub role: WorkerRole,
     /// Facts about the engine that its events do not show.
     pub assume: Vec<Assumed>,
     pub key_file: Option<PathBuf>,
@@ -52,7 +54,7 @@ pub enum WorkerSpecError {
     Url(String),
     #[error("the worker URL {0:?} has no port: add the engine's, vLLM's is :8000, or :80")]
     Port(String),
-    #[error("{0:?} is none of kv=, replay=, id=, ranks=, key_file=, assume=")]
+    #[error("{0:?} is none of kv=, replay=, id=, ranks=, role=, key_file=, assume=")]
     Key(String),
     #[error("assume={0:?} is no fact that can be declared")]
     Assume(String),
@@ -66,6 +68,8 @@ pub enum WorkerSpecError {
     OtherServer(String),
     #[error("ranks={0:?} is not a number from 1 to {RANKS_MAX}")]
     Ranks(String),
+    #[error("role= {0}")]
+    Role(#[from] UnknownRole),
     #[error("id= has not between 1 and {ID_BYTES_MAX} bytes")]
     Id,
     #[error("replay= needs the socket of kv=")]
@@ -83,6 +87,7 @@ struct WorkerFields {
     replay: Option<String>,
     id: Option<String>,
     ranks: Option<u32>,
+    role: Option<WorkerRole>,
     assume: Vec<Assumed>,
     key_file: Option<PathBuf>,
     /// For the API only.
@@ -138,6 +143,7 @@ impl TryFrom<WorkerFields> for WorkerSpec {
             kv,
             replay,
             ranks: in_range.ok_or_else(|| WorkerSpecError::Ranks(ranks.to_string()))?,
+            role: fields.role.unwrap_or_default(),
             assume: fields.assume,
             key_file: fields.key_file,
             key: fields.key,
@@ -184,6 +190,7 @@ impl FromStr for WorkerSpec {
                     let ranks = ranks.map_err(|_| WorkerSpecError::Ranks(value.to_owned()))?;
                     set(&mut fields.ranks, "ranks", ranks)?;
                 }
+                "role" => set(&mut fields.role, "role", value.parse()?)?,
                 "assume" => {
                     let assumed = Assumed::from_str(value, false);
                     let unknown = |_| WorkerSpecError::Assume(value.to_owned());
@@ -273,6 +280,12 @@ mod tests {
         assert_eq!(spec.replay.as_deref(), Some("tcp://10.0.0.1:5657"));
         assert_eq!(spec.ranks.get(), 2);
         assert_eq!(spec.assume, []);
+        assert_eq!(spec.role, WorkerRole::Both);
+        let spec = parse("http://h:1,role=prefill").unwrap();
+        assert_eq!(spec.role, WorkerRole::Prefill);
+        let table = "url = \"http://h:1\"\nrole = \"decode\"";
+        let spec: WorkerSpec = toml::from_str(table).unwrap();
+        assert_eq!(spec.role, WorkerRole::Decode);
         let text = "https://h:1/,key_file=/run/key,assume=no-lora,assume=plain-lookup";
         let spec = parse(text).unwrap();
         assert_eq!(spec.url, "https://h:1");
@@ -332,6 +345,10 @@ mod tests {
             ("http://h:1,id=", WorkerSpecError::Id),
             ("http://h:1,id=a,id=b", WorkerSpecError::Twice("id")),
             ("http://h:1,port=1", WorkerSpecError::Key("port=1".into())),
+            (
+                "http://h:1,role=x",
+                WorkerRole::from_str("x").unwrap_err().into(),
+            ),
             ("http://h:1,assume=x", WorkerSpecError::Assume("x".into())),
             ("http://h:1,kv", WorkerSpecError::Key("kv".into())),
             (

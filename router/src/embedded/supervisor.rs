@@ -389,6 +389,7 @@ impl WorkerSupervisor {
             kv_endpoint: spec.kv.clone(),
             kv_replay_endpoint: spec.replay.clone(),
             ranks: spec.ranks.get(),
+            role: spec.role,
             assume: assumptions(&spec.assume),
             checkpoints: dir.map(|dir| Arc::new(dir) as Arc<dyn CheckpointStore>),
             ..ShimConfig::new(self.namespace.clone(), worker.clone(), spec.url.clone())

@@ -60,7 +60,9 @@ impl Fleet {
 
 fn candidates(fleet: &Fleet) -> Result<usize, RouteRefusal> {
     let core = fleet.core.core();
-    core.fleet().candidates("m").map(<[_]>::len)
+    core.fleet()
+        .candidates("m", route::Leg::Whole)
+        .map(<[_]>::len)
 }
 
 /// An observation at the address of [`entry`].

@@ -31,7 +31,7 @@ use crate::engine_error::{lacks_files, with_causes};
 use crate::fleet::TrackedRequest;
 use crate::lost_sources::{Loss, LossWatch};
 use crate::metrics::{CancelPhase, Metrics};
-use crate::route::{Admitted, Decision, RouteRequest};
+use crate::route::{Admitted, Decision, Leg, RouteRequest};
 use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
 
 /// Between two looks for another worker, while a source is lost and there is none.
@@ -195,6 +195,7 @@ impl App {
             model: &routing.model,
             prompt: &routing.prompt,
             exclude: &routing.excluded.sources,
+            leg: Leg::Whole,
         };
         let slot = placement.slot.counter();
         let losses = self.core.losses().watch();

@@ -36,7 +36,7 @@ use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestCase, RequestResult, SuspectedFailure};
 use crate::metrics::{CancelPhase, RetryReason};
 use crate::retry_budget::RetryKind;
-use crate::route::{AdmitError, Admitted, IndexReply, Prompt, RouteRequest};
+use crate::route::{AdmitError, Admitted, IndexReply, Leg, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
 use crate::spans::TraceStep;
 
@@ -368,7 +368,7 @@ impl App {
             false => tried,
         };
         let core = self.core.core();
-        core.has_other(&routing.model, tried, &source.worker, now)
+        core.has_other((&routing.model, Leg::Whole), tried, &source.worker, now)
     }
 
     /// Takes a retry from the budget, if it has one.
@@ -391,6 +391,7 @@ impl App {
             model: &routing.model,
             prompt: &routing.prompt,
             exclude: tried,
+            leg: Leg::Whole,
         };
         let chosen = Instant::now();
         let losses = self.core.losses().watch();

@@ -11,6 +11,7 @@ use super::App;
 use super::forward::{ExcludedSources, Routing};
 use super::headers::ENGINE_RANK;
 use crate::openai::{ImposedFields, OpenAiError, RefusedField, impose};
+use crate::route::Leg;
 use crate::settings::{Settings, TenantHint, WorkerHint};
 use crate::tenants::{SALT_PREFIX, group_salt, has_prompt};
 
@@ -68,7 +69,10 @@ impl App {
                 && rank.is_none_or(|rank| rank == source.dp_rank.0)
         };
         let core = self.core.core();
-        let candidates = core.fleet().candidates(model).unwrap_or_default();
+        let candidates = core
+            .fleet()
+            .candidates(model, Leg::Whole)
+            .unwrap_or_default();
         let sources = || candidates.iter().map(|candidate| &candidate.source);
         let others = sources().filter(|source| !is_hinted(source));
         sources()

@@ -24,6 +24,7 @@ fn admit(core: &Arc<SharedCore>) -> SlotHold {
         model: "m",
         prompt: &prompt,
         exclude: &[],
+        leg: crate::route::Leg::Whole,
     };
     let (admitted, _) = core.admit(&ask, None).unwrap();
     SlotHold::new(Arc::clone(core), admitted.slot)

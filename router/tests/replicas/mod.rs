@@ -86,6 +86,7 @@ impl Router {
             model: "m",
             prompt: &prompt,
             exclude: &[],
+            leg: warmroute_router::route::Leg::Whole,
         };
         self.slots.push(self.desk.admit(&ask, None).unwrap().0.slot);
     }

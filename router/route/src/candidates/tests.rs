@@ -39,8 +39,15 @@ impl Fixture {
             .set_drain(&mut self.table, &worker.into(), DrainState::Draining);
     }
 
+    /// The workers for a leg.
+    fn workers_for(&self, leg: Leg) -> Result<String, RouteRefusal> {
+        let candidates = self.fleet.candidates("base", leg)?;
+        let names = candidates.iter().map(|c| c.source.worker.as_str());
+        Ok(names.collect::<Vec<_>>().join(" "))
+    }
+
     fn names(&self, model: &str) -> Result<Vec<String>, RouteRefusal> {
-        let candidates = self.fleet.candidates(model)?;
+        let candidates = self.fleet.candidates(model, Leg::Whole)?;
         Ok(candidates.iter().map(|c| c.source.to_string()).collect())
     }
 }
@@ -151,4 +158,44 @@ fn a_worker_that_left_has_no_marks_and_no_models() {
     assert!(!fixture.health("a", Health::Healthy));
     assert_eq!(fixture.fleet.models().count(), 0);
     assert_eq!(fixture.names("base"), Err(RouteRefusal::NoWorkers));
+}
+
+fn with_role(name: &str, role: WorkerRole) -> WorkerEntry {
+    WorkerEntry {
+        role,
+        ranks: 1,
+        ..entry(name)
+    }
+}
+
+#[test]
+fn a_role_decides_which_leg_a_worker_takes() {
+    use WorkerRole::{Both, Decode, Prefill};
+    let all = [
+        with_role("b", Both),
+        with_role("d", Decode),
+        with_role("p", Prefill),
+    ];
+    let mut fixture = Fixture::with(&all);
+    assert_eq!(fixture.workers_for(Leg::Whole).unwrap(), "b d");
+    assert_eq!(fixture.workers_for(Leg::Prefill).unwrap(), "p");
+    assert_eq!(fixture.workers_for(Leg::Decode).unwrap(), "d");
+    fixture.health("d", Health::Unhealthy);
+    assert_eq!(fixture.workers_for(Leg::Decode).unwrap(), "b");
+    fixture.health("p", Health::Unhealthy);
+    let refused = fixture.workers_for(Leg::Prefill);
+    assert_eq!(refused, Err(RouteRefusal::AllUnhealthy));
+    assert_eq!(fixture.workers_for(Leg::Whole).unwrap(), "b");
+}
+
+#[test]
+fn a_fleet_without_one_of_the_roles_names_what_is_missing() {
+    let fixture = Fixture::with(&[entry("a")]);
+    for leg in [Leg::Prefill, Leg::Decode] {
+        assert_eq!(fixture.workers_for(leg), Err(RouteRefusal::NoPrefill));
+    }
+    let fixture = Fixture::with(&[with_role("p", WorkerRole::Prefill)]);
+    let refused = fixture.workers_for(Leg::Whole);
+    assert_eq!(refused, Err(RouteRefusal::OnlyPrefill));
+    assert_eq!(fixture.workers_for(Leg::Prefill).unwrap(), "p");
 }

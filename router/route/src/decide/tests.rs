@@ -59,6 +59,7 @@ impl Fixture {
                 url: "http://w".into(),
                 cut: Some(size().into()),
                 main_attention_only: true,
+                role: warmroute_proto::registry::WorkerRole::Both,
                 on_trial: false,
             })
             .collect();
@@ -167,6 +168,7 @@ impl Fixture {
         DecisionInput {
             prompt,
             candidates: &self.candidates,
+            leg: Leg::Whole,
             exclude: &self.exclude,
             except: None,
             turn: 0,

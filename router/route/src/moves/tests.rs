@@ -52,6 +52,7 @@ const fn ask<'a>(prompt: &'a Prompt, exclude: &'a [Source]) -> RouteRequest<'a> 
         model: "m",
         prompt,
         exclude,
+        leg: crate::candidates::Leg::Whole,
     }
 }
 

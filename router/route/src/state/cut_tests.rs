@@ -68,6 +68,7 @@ fn admit(core: &mut Core, prompt: &Prompt, answer: &IndexReply, now: Instant) ->
         model: "m",
         prompt,
         exclude: &[],
+        leg: Leg::Whole,
     };
     core.admit(&ask, Some(answer), now).unwrap().decision
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::Source;
 
 use super::Core;
+use crate::candidates::Leg;
 use crate::source_table::SourceId;
 use crate::traffic::TrafficTotals;
 
@@ -45,7 +46,7 @@ impl Core {
         let room = self.room(now);
         let candidates = self
             .fleet
-            .candidates(model)
+            .candidates(model, Leg::Whole)
             .ok()
             .filter(|_| room.is_bounded())?;
         let places = candidates.iter().map(|candidate| {

@@ -25,7 +25,7 @@ impl Core {
         let first = request.prompt.block_cut();
         for (cut, answer) in cuts {
             let judged = self.judge(answer, now);
-            for candidate in self.fleet.candidates(request.model)? {
+            for candidate in self.fleet.candidates(request.model, request.leg)? {
                 if candidate.cut.unwrap_or(first) == *cut {
                     trusted.take(candidate.id, &judged);
                 }

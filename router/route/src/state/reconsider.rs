@@ -59,7 +59,7 @@ impl Core {
             self.moves.counts.stayed += 1;
             return Ok(None);
         };
-        let moved = self.open(request.prompt, decision, Some(slot), now)?;
+        let moved = self.open(request, decision, Some(slot), now)?;
         self.moves.settle(slot);
         self.pending.remove(&slot);
         self.stalls.ended(slot);

@@ -76,6 +76,7 @@ fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&IndexReply>, now: Ins
         model: "base",
         prompt,
         exclude: &[],
+        leg: Leg::Whole,
     };
     core.admit(&ask, answer, now).unwrap()
 }
@@ -482,6 +483,7 @@ fn a_retry_takes_a_slot_of_its_own_elsewhere() {
         model: "base",
         prompt: &asked,
         exclude: &exclude,
+        leg: Leg::Whole,
     };
     let second = core.admit(&ask, None, now).unwrap();
     assert_ne!(second.slot, first.slot);

@@ -127,6 +127,7 @@ impl SimRouters {
             model: MODEL,
             prompt,
             exclude: &[],
+            leg: warmroute_route::Leg::Whole,
         };
         let admitted = self.cores[router].admit(&ask, Some(answer), now)?;
         let broadcast = self.broadcast(router, &admitted.message)?;
@@ -171,6 +172,7 @@ impl SimRouters {
             model: MODEL,
             prompt,
             exclude: &[],
+            leg: warmroute_route::Leg::Whole,
         };
         let core = &mut self.cores[place.router];
         let moved = core.reconsider(place.slot, &ask, Some(answer), now);

@@ -728,6 +728,7 @@ impl World {
             model: "m",
             prompt: &Prompt::opaque(tokens, BlockSize::new(16).unwrap()),
             exclude: &exclude,
+            leg: crate::route::Leg::Whole,
         };
         let now = Instant::now().into_std();
         let admitted = peer.admit(&ask, None, now).unwrap();

@@ -330,6 +330,7 @@ impl ClientContext {
             model: "m",
             prompt: &request.prompt,
             exclude: tried,
+            leg: warmroute_router::route::Leg::Whole,
         };
         let losses = self.observed.core.losses().watch();
         self.observed.record();
@@ -518,7 +519,7 @@ impl ClientContext {
         let (worker, now) = (&attempt.decision.source.worker, Instant::now().into_std());
         attempt.first_byte.is_none()
             && attempt.tried.is_empty()
-            && core.has_other("m", &[], worker, now)
+            && core.has_other(("m", warmroute_router::route::Leg::Whole), &[], worker, now)
     }
 
     /// Whether the request leaves its source, which is lost.
@@ -545,6 +546,7 @@ impl ClientContext {
             model: "m",
             prompt: &request.prompt,
             exclude: &[],
+            leg: warmroute_router::route::Leg::Whole,
         };
         let slot = attempt.slot.guard.as_ref().map(SlotGuard::counter)?;
         self.observed.record();

@@ -64,6 +64,7 @@ impl Side {
             model: "m",
             prompt: &prompt,
             exclude: &[],
+            leg: crate::candidates::Leg::Whole,
         };
         self.core.admit(&ask, None, now).unwrap().slot
     }
@@ -513,6 +514,7 @@ fn a_peer_is_half_an_echo_away() {
             model: "m",
             prompt: &prompt(1, 9),
             exclude: &[],
+            leg: crate::candidates::Leg::Whole,
         };
         a.core.admit(&ask, None, now).unwrap().movable_until
     };

@@ -345,6 +345,7 @@ impl World {
             model: "m",
             prompt: &prompt,
             exclude: &[],
+            leg: crate::candidates::Leg::Whole,
         };
         let now = self.now;
         let node = &mut self.nodes[at];
@@ -378,6 +379,7 @@ impl World {
                 model: "m",
                 prompt: &prompt,
                 exclude: &[],
+                leg: crate::candidates::Leg::Whole,
             };
             if let Some(moved) = node.core.reconsider(slot, &ask, None, now).unwrap() {
                 node.open[open] = moved.slot;
