@@ -127,6 +127,10 @@ codes! {
         cause: "the log lost its end",
         effect: "the indexer may credit blocks of lost records, until it notices within seconds",
         run: "run doctor again; if it lasts, restart the indexer";
+    ModelOnlyPrefill = "model_only_prefill", Grave,
+        cause: "all its workers have the role prefill, and none answers",
+        effect: "each request for the model gets 503",
+        run: "start a worker with the role decode or both, or correct --role of the shims";
     NoIndexer = "no_indexer", Grave,
         cause: "no indexer is registered",
         effect: "requests are routed by load and prediction",
@@ -152,6 +156,10 @@ codes! {
         effect: "the fleet has less capacity",
         run: "curl http://SHIM:8091/readyz of each; start the missing ones, or correct \
               --expect-workers";
+    ModelOnlyDecode = "model_only_decode", Warning,
+        cause: "it has workers with the role decode, and none with the role prefill",
+        effect: "no request is split: each is served by one worker",
+        run: "start prefill workers, or correct --role of the shims";
     RouterSilent = "router_silent", Warning,
         cause: "its entry is not renewed while others are: it is stopped or hangs",
         effect: "its clients get no answer until the balancer notices; the others drop its load \

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use warmroute_plane::Revision;
 use warmroute_proto::registry::{
     DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, RouterDoubts,
-    RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry,
+    RouterFacts, RouterMisses, RouterRefusals, ShimEntry, SnapshotLease, WorkerEntry, WorkerRole,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -137,6 +137,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         findings.add(Code::VersionsDiffer, about.collect::<Vec<_>>().join(", "));
     }
     missing(state, findings);
+    roles(registry, findings);
     if registry.routers.is_empty() {
         findings.add(Code::NoRouter, "routers");
     }
@@ -172,6 +173,24 @@ fn missing(state: &PlaneState, findings: &mut Findings) {
     ] {
         if let Some(expected) = expected.filter(|&expected| found < expected) {
             findings.add(code, format!("{found} of {expected} are registered"));
+        }
+    }
+}
+
+/// Models whose workers lack a role that the others need.
+fn roles(registry: &Registry, findings: &mut Findings) {
+    let mut models: BTreeMap<&str, Vec<WorkerRole>> = BTreeMap::new();
+    for entry in registry.workers.values() {
+        for model in &entry.models {
+            models.entry(model).or_default().push(entry.role);
+        }
+    }
+    for (model, roles) in models {
+        let has = |role| roles.contains(&role);
+        if !has(WorkerRole::Both) && !has(WorkerRole::Decode) {
+            findings.add(Code::ModelOnlyPrefill, model);
+        } else if has(WorkerRole::Decode) && !has(WorkerRole::Prefill) {
+            findings.add(Code::ModelOnlyDecode, model);
         }
     }
 }

@@ -5,7 +5,7 @@ use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
     CreditDoubt, DemotedSource, DemotionEntry, DrainEntry, DrainState, DrainUntil, FailedCheck,
     IndexerEntry, LostWorker, ModelProblem, RouterDoubts, RouterFacts, RouterMisses, ShimEntry,
-    UnreachableWorker, WorkerEntry,
+    UnreachableWorker, WorkerEntry, WorkerRole,
 };
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
@@ -903,6 +903,37 @@ fn fewer_processes_than_expected_are_named() {
         workers: Some(1),
     };
     assert_eq!(codes(&diagnose(&state)), []);
+}
+
+#[test]
+fn models_that_lack_a_role_are_named() {
+    let with = |roles: &[WorkerRole]| {
+        let mut state = healthy();
+        let first = state.registry.workers.values().next().unwrap().clone();
+        for (number, role) in roles.iter().enumerate() {
+            let id = match number {
+                0 => first.worker.clone(),
+                _ => WorkerId::from(format!("w{number}").as_str()),
+            };
+            let entry = WorkerEntry {
+                worker: id.clone(),
+                role: *role,
+                ..first.clone()
+            };
+            state.registry.workers.insert(id, entry);
+        }
+        let found = codes(&diagnose(&state));
+        let of_roles = [Code::ModelOnlyPrefill, Code::ModelOnlyDecode];
+        let found = found.into_iter().filter(|code| of_roles.contains(code));
+        found.collect::<Vec<Code>>()
+    };
+    use WorkerRole::{Both, Decode, Prefill};
+    assert_eq!(with(&[Prefill]), [Code::ModelOnlyPrefill]);
+    assert_eq!(with(&[Decode]), [Code::ModelOnlyDecode]);
+    assert_eq!(with(&[Decode, Both]), [Code::ModelOnlyDecode]);
+    for complete in [&[Both][..], &[Prefill, Decode], &[Prefill, Both]] {
+        assert_eq!(with(complete), []);
+    }
 }
 
 fn misses(state: &mut PlaneState, unreachable: &[&str], lost: &[&str]) {
