@@ -2,11 +2,13 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::str::FromStr as _;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use clap::{Parser, ValueEnum};
 use warmroute_proto::BlockSize;
+use warmroute_proto::registry::WorkerRole;
 use warmroute_sim::sim::{EngineConfig, GroupKind, TimingProfile};
 
 use crate::lmcache;
@@ -48,6 +50,12 @@ pub struct Args {
     /// Report no cached tokens, as vLLM without --enable-prompt-tokens-details.
     #[arg(long)]
     pub no_prompt_tokens_details: bool,
+    /// Which part of a request it serves: both, prefill or decode. Others are refused.
+    #[arg(long, default_value = "both", value_parser = WorkerRole::from_str)]
+    pub role: WorkerRole,
+    /// Time for which a prefill engine holds a prompt's blocks, in milliseconds.
+    #[arg(long, default_value_t = 30_000)]
+    pub transfer_lease_ms: u64,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]

@@ -79,6 +79,7 @@ pub(crate) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
         "ranks": ranks.collect::<Vec<Value>>(),
         "received": server.received.load(Ordering::Relaxed),
         "id_prompts": server.id_prompts.load(Ordering::Relaxed),
+        "transfers": server.transfers.counters(),
         "image_renders": server.image_renders.load(Ordering::Relaxed),
     }))
 }

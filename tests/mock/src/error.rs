@@ -47,6 +47,16 @@ impl Error {
         }
     }
 
+    /// The engine failed.
+    pub(crate) fn failed(message: impl Into<String>) -> Self {
+        Self {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            message: message.into(),
+            param: None,
+            kind: None,
+        }
+    }
+
     pub(crate) fn stopped() -> Self {
         Self {
             status: StatusCode::SERVICE_UNAVAILABLE,

@@ -244,6 +244,7 @@ async fn generate(
     if let Some(refusal) = fault.refusal(is_stream) {
         return Ok(refusal);
     }
+    server.transfers.admit(headers, value).await?;
     let model = body.model.as_deref().unwrap_or(&server.model);
     let lora_name = server.adapter(model)?;
     let rank = choose_rank(server, headers)?;
@@ -287,7 +288,12 @@ async fn generate(
     } else if shape == Shape::Response && body.background.unwrap_or(false) {
         Json(answer.in_background(generations)).into_response()
     } else {
-        Json(answer.whole(generations).await?).into_response()
+        let tokens = generations.iter().map(|one| one.prompt_tokens).sum();
+        let mut whole = answer.whole(generations).await?;
+        if let Some(params) = server.transfers.offer(headers, tokens) {
+            whole["kv_transfer_params"] = params;
+        }
+        Json(whole).into_response()
     };
     let served = HeaderValue::from(rank.number);
     response.headers_mut().insert(RANK_SERVED, served);

@@ -28,12 +28,14 @@ mod server;
 mod sglang;
 mod stored;
 mod text;
+mod transfer;
 mod trtllm;
 mod wire;
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use axum::serve::ListenerExt as _;
@@ -55,6 +57,7 @@ use rank::{Rank, RankForm};
 use server::{CallCounts, Server, routes};
 use stored::StoredAnswers;
 use text::Text;
+use transfer::Transfers;
 use trtllm::EventQueue;
 pub use wire::Encoder;
 
@@ -100,6 +103,9 @@ impl Mock {
         for rank in &ranks {
             tasks.spawn(Arc::clone(rank).run(stop.clone()));
         }
+        let lease = Duration::from_millis(args.transfer_lease_ms);
+        let bound = Transfers::bind(args.role, host, lease).await;
+        let (transfers, transfer_listener) = bound.context("binding a port for transfers")?;
         let rate = LoadRate::default();
         for rank in &ranks {
             let block = config.block_size.tokens();
@@ -130,8 +136,10 @@ impl Mock {
             rate,
             calls: CallCounts::default(),
             stored: StoredAnswers::default(),
+            transfers: Arc::clone(&transfers),
             tasks: tasks.clone(),
         });
+        tasks.spawn(transfers.run(transfer_listener, stop.clone()));
         tasks.spawn(serve(listener, server, stop.clone()));
         tasks.close();
         Ok(Self {

@@ -29,6 +29,7 @@ use crate::loras::{self, Loras};
 use crate::rank::Rank;
 use crate::stored::{self, StoredAnswers};
 use crate::text::{Text, special_tokens};
+use crate::transfer::Transfers;
 use crate::{debug, metrics, sglang, trtllm};
 
 /// The largest body that is read.
@@ -61,6 +62,7 @@ pub(crate) struct Server {
     pub(crate) rate: LoadRate,
     pub(crate) calls: CallCounts,
     pub(crate) stored: StoredAnswers,
+    pub(crate) transfers: Arc<Transfers>,
     /// Answers in the background.
     pub(crate) tasks: TaskTracker,
 }

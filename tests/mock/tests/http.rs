@@ -758,3 +758,100 @@ async fn a_slowed_engine_answers_all_the_same() {
     let took = begun.elapsed();
     assert!(took >= Duration::from_millis(7 * 20), "{took:?}");
 }
+
+/// A leg as a router sends it, but for these members.
+fn prefill_leg(id: &str, other: &[(&str, Value)]) -> (String, Value) {
+    let mut body = json!({
+        "prompt": "hello", "max_tokens": 1, "stream": false,
+        "kv_transfer_params": {
+            "do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+            "remote_block_ids": null, "remote_host": null, "remote_port": null,
+        },
+    });
+    for (name, value) in other {
+        body[*name] = value.clone();
+    }
+    (id.to_owned(), body)
+}
+
+impl Engine {
+    async fn leg(&self, (id, body): &(String, Value)) -> (StatusCode, Value) {
+        let url = format!("{}/v1/completions", self.url);
+        let request = self.client.post(url).header("x-request-id", id);
+        let answer = request.json(body).send().await.unwrap();
+        (answer.status(), answer.json().await.unwrap())
+    }
+
+    /// Parameters for a decode leg with this id.
+    async fn offer(&self, id: &str) -> Value {
+        let (status, answer) = self.leg(&prefill_leg(id, &[])).await;
+        assert_eq!(status, StatusCode::OK);
+        answer["kv_transfer_params"].clone()
+    }
+}
+
+fn decode_leg(id: &str, params: &Value) -> (String, Value) {
+    let body = json!({"prompt": "hello", "max_tokens": 4, "kv_transfer_params": params});
+    (id.to_owned(), body)
+}
+
+#[tokio::test]
+async fn a_transfer_is_good_once_for_the_same_request_as_it_is() {
+    let prefill = Engine::start(&["--role=prefill"]);
+    let (decode, both) = (Engine::start(&["--role=decode"]), Engine::start(&[]));
+    let params = prefill.offer("a").await;
+    let mut changed = params.clone();
+    changed["remote_block_ids"] = json!([[7]]);
+    let mut missing = params.clone();
+    missing.as_object_mut().unwrap().remove("remote_port");
+    for (id, params) in [
+        ("b", &params),
+        ("a", &changed),
+        ("a", &missing),
+        ("a", &json!({})),
+    ] {
+        let (status, answer) = decode.leg(&decode_leg(id, params)).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
+    }
+    let (status, answer) = decode.leg(&decode_leg("a", &params)).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    let (_, whole) = both.leg(&decode_leg("a", &Value::Null)).await;
+    assert_eq!(answer["choices"], whole["choices"]);
+    let (status, _) = decode.leg(&decode_leg("a", &params)).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "a second use");
+    let (status, _) = decode.leg(&decode_leg("a", &Value::Null)).await;
+    assert_eq!(status, StatusCode::OK, "whole");
+    let transfers = decode.get("/debug/counters").await["transfers"].clone();
+    let counts = ["received", "refused", "whole"].map(|name| transfers[name].as_u64().unwrap());
+    assert_eq!(counts, [1, 5, 1]);
+    assert_eq!(prefill.get("/debug/counters").await["transfers"]["sent"], 1);
+    let late = prefill.offer("c").await;
+    drop(prefill);
+    let (status, _) = decode.leg(&decode_leg("c", &late)).await;
+    assert_eq!(
+        status,
+        StatusCode::INTERNAL_SERVER_ERROR,
+        "no engine to fetch from"
+    );
+}
+
+#[tokio::test]
+async fn a_lease_expires_and_a_prefill_engine_takes_prefill_legs_only() {
+    let prefill = Engine::start(&["--role=prefill", "--transfer-lease-ms=0"]);
+    let decode = Engine::start(&["--role=decode"]);
+    let params = prefill.offer("a").await;
+    let (status, _) = decode.leg(&decode_leg("a", &params)).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    for (name, value) in [
+        ("max_tokens", json!(2)),
+        ("max_completion_tokens", json!(2)),
+        ("stream", json!(true)),
+        ("stream_options", json!({})),
+        ("min_tokens", json!(1)),
+        ("kv_transfer_params", Value::Null),
+        ("kv_transfer_params", params),
+    ] {
+        let (status, _) = prefill.leg(&prefill_leg("a", &[(name, value)])).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{name}");
+    }
+}
