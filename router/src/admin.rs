@@ -335,6 +335,7 @@ fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
         .filter(|(_, check)| check.is_failure());
     WorkerStatus {
         worker: worker.entry.worker.to_string(),
+        role: worker.entry.role.label(),
         healthy: worker.health.usable() || worker.health == WorkerHealth::Asleep,
         registered: worker.registered,
         draining: admin.app.fleet.drain(&worker.entry.worker) == DrainState::Draining,

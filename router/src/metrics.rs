@@ -18,10 +18,12 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 use crate::answer_end::EngineFailure;
+use crate::route::Leg;
 
 pub(crate) use labels::{
-    CancelPhase, CodeLabel, DecisionStep, LoadResult, PickerEnd, RecordResult, ReloadResult,
-    RenderFailure, RequestEnd, ResumeResult, RetryReason, RouteLabel, SelectionEnd,
+    CancelPhase, CodeLabel, DecisionStep, LegEnd, LoadResult, PickerEnd, RecordResult,
+    ReloadResult, RenderFailure, RequestEnd, ResumeResult, RetryReason, RouteLabel, SelectionEnd,
+    WholeReason,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
@@ -92,6 +94,8 @@ struct BasisMetrics {
     ladder: IntCounterVec,
     unhashed: IntCounterVec,
     index_failures: IntCounter,
+    legs: IntCounterVec,
+    whole: IntCounterVec,
 }
 
 /// Credited overlaps against the reported ones.
@@ -268,6 +272,16 @@ impl Metrics {
                     &["reason"],
                 )?,
                 index_failures: counter("index_failures_total", "Index queries not answered")?,
+                legs: counters(
+                    "legs_total",
+                    "Legs of requests that a prefill and a decode worker share",
+                    &["leg", "outcome"],
+                )?,
+                whole: counters(
+                    "whole_requests_total",
+                    "Choices of one worker for a whole request, where others compute prompts",
+                    &["reason"],
+                )?,
             },
             overlap: OverlapMetrics {
                 credited_tokens: counter(
@@ -311,6 +325,16 @@ impl Metrics {
 
     pub(crate) fn ladder(&self, step: &'static str) {
         count(&self.basis.ladder, &[step]);
+    }
+
+    /// A leg of a split request has ended.
+    pub(crate) fn leg_ended(&self, leg: Leg, end: LegEnd) {
+        count(&self.basis.legs, &[leg.label(), end.label()]);
+    }
+
+    /// One worker serves a request, of a model that has prefill workers.
+    pub(crate) fn served_whole(&self, reason: WholeReason) {
+        count(&self.basis.whole, &[reason.label()]);
     }
 
     pub(crate) fn index_failed(&self) {
@@ -498,6 +522,7 @@ mod tests {
     fn status() -> WorkerStatus {
         WorkerStatus {
             worker: "w1".into(),
+            role: "prefill",
             healthy: true,
             registered: true,
             draining: true,
@@ -560,6 +585,7 @@ mod tests {
         let text = metrics.render(&shown).unwrap();
         for line in [
             "worker_healthy{worker=\"w1\"} 1",
+            "worker_role{role=\"prefill\",worker=\"w1\"} 1",
             "worker_check_failed{check=\"chat\",worker=\"w1\"} 1",
             "worker_check_passed{check=\"chat\",worker=\"w1\"} 0",
             "source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5",
@@ -572,10 +598,8 @@ mod tests {
             "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.01\"} 1",
             "model_ttft_seconds_count{model=\"m\",worker=\"w1\"} 1",
         ] {
-            assert!(
-                text.contains(&format!("\nwarmroute_router_{line}\n")),
-                "{text}"
-            );
+            let line = format!("\nwarmroute_router_{line}\n");
+            assert!(text.contains(&line), "{text}");
         }
         let series = &series.followed_by([].into_iter());
         let text = metrics.render(&Scraped { series, ..nothing }).unwrap();

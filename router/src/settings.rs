@@ -10,6 +10,7 @@ mod engines;
 mod file;
 mod keys;
 mod models;
+mod pairs;
 mod picker;
 mod queue;
 mod tenants;

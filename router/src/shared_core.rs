@@ -21,7 +21,8 @@ use warmroute_proto::load::{LoadChange, LoadMessage};
 
 use crate::lost_sources::LossBoard;
 use crate::route::{
-    AdmitError, Admitted, Core, IndexReply, RouteRequest, SlotEvent, SlotGuard, SlotSink,
+    AdmitError, Admitted, Core, IndexReply, PairThreshold, RouteRequest, SlotEvent, SlotGuard,
+    SlotSink, SplitVerdict,
 };
 
 /// Between two ticks of the core's clock.
@@ -121,6 +122,17 @@ impl SharedCore {
         drop(core);
         self.notify_written();
         Ok((admitted, watch))
+    }
+
+    /// Whether a request is split between two sources.
+    pub fn split(
+        &self,
+        ask: &RouteRequest<'_>,
+        answer: Option<&IndexReply>,
+        threshold: PairThreshold,
+    ) -> SplitVerdict {
+        let now = Instant::now().into_std();
+        self.core().split(ask, answer, threshold, now)
     }
 
     /// Decides again for a slot whose choice was crossed. `None`: it stays.

@@ -68,6 +68,17 @@ pub enum Leg {
     Decode,
 }
 
+impl Leg {
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Whole => "whole",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
 /// A source that can take requests for a model.
 #[derive(Clone, Debug)]
 pub struct Candidate {

@@ -7,6 +7,8 @@
 //!
 //! `prefill + answer < whole + delay`, in seconds ([`PairTimes`]).
 
+use warmroute_proto::label_enum;
+
 /// When a request is split.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PairThreshold {
@@ -32,21 +34,22 @@ pub struct PairTimes {
     pub answer: f64,
 }
 
-/// Whether a request is split, and why.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SplitVerdict {
-    /// Its uncached tokens are above the threshold.
-    Long,
-    /// Its first token is expected earlier from two sources.
-    Earlier,
-    /// Its uncached tokens are not above the threshold.
-    Cached,
-    /// Its first token is not expected earlier from two sources.
-    NotEarlier,
-    /// No prefill source, or no source for the answer, takes a request.
-    NoPair,
-    /// No source takes the whole request either: it waits, or is refused.
-    NoSource,
+label_enum! {
+    /// Whether a request is split, and why.
+    pub enum SplitVerdict {
+        /// Its uncached tokens are above the threshold.
+        Long = "long",
+        /// Its first token is expected earlier from two sources.
+        Earlier = "earlier",
+        /// Its uncached tokens are not above the threshold.
+        Cached = "cached",
+        /// Its first token is not expected earlier from two sources.
+        NotEarlier = "not_earlier",
+        /// No prefill source, or no source for the answer, takes a request.
+        NoPair = "no_pair",
+        /// No source takes the whole request either: it waits, or is refused.
+        NoSource = "no_source",
+    }
 }
 
 impl SplitVerdict {

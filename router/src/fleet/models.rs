@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use warmroute_proto::registry::{Lora, WorkerEntry};
+use warmroute_proto::registry::{Lora, WorkerEntry, WorkerRole};
 use warmroute_proto::{BlockCut, BlockSize, WorkerId};
 
 use super::checks::{CheckResult, ModelChecks, TokenChecks};
@@ -40,6 +40,8 @@ pub(crate) struct CatalogModel {
     /// smallest. At most [`CUTS_MAX`]: workers with others get its prompts by load only.
     pub cuts: Vec<BlockCut>,
     pub parity: Parity,
+    /// Some worker has the role prefill, so that requests may be split.
+    pub has_prefill: bool,
 }
 
 /// For each kind of prompts, whether the router tokenizes as the model's engines do.
@@ -88,6 +90,7 @@ impl ModelCatalog {
                 checked.entry(name.clone()).or_default().push(worker);
                 let known = catalog.models.entry(name).or_insert_with(|| model.clone());
                 known.max_model_len = known.max_model_len.or(model.max_model_len);
+                known.has_prefill |= model.has_prefill;
             }
         }
         for (model, workers) in catalog.models.values_mut().zip(checked.values()) {
@@ -197,6 +200,7 @@ fn models(entry: &WorkerEntry) -> impl Iterator<Item = (String, CatalogModel)> {
         max_model_len: entry.max_model_len,
         cuts: Vec::new(),
         parity: Parity::default(),
+        has_prefill: entry.role == WorkerRole::Prefill,
     };
     let adapter = CatalogModel {
         adapter: true,

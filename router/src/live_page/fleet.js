@@ -48,7 +48,8 @@ const healthLevel = (row) => {
 const COLUMNS = [
   {
     label: "Worker",
-    text: (row) => shortened(row.worker),
+    text: (row) =>
+      row.role === "both" ? shortened(row.worker) : `${shortened(row.worker)} (${row.role})`,
     whole: (row) => row.worker,
     sort: (row) => row.worker,
     title: (row) => `${row.worker}, ${row.url}`,

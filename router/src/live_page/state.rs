@@ -76,6 +76,7 @@ pub(super) struct LiveWorker {
     /// The registry has it.
     pub registered: bool,
     pub drain: &'static str,
+    pub role: &'static str,
     pub breaker: &'static str,
     /// Checks at its registration that failed: no credit for its cache.
     pub failed_checks: Vec<&'static str>,
@@ -142,6 +143,7 @@ impl LiveWorker {
             breaker: worker.breaker.label(),
             registered: worker.registered,
             drain: drain.label(),
+            role: worker.entry.role.label(),
             failed_checks: failed.map(|(name, _)| name).collect(),
             worker: worker.entry.worker,
             url: worker.entry.url,

@@ -73,6 +73,9 @@ codes! {
 
 use warmroute_proto::label_enum;
 
+use crate::openai::UnsplitBody;
+use crate::route::SplitVerdict;
+
 label_enum! {
     /// The route of a client's request.
     pub(crate) enum RouteLabel {
@@ -255,6 +258,58 @@ label_enum! {
         Refused = "refused",
         /// The ticket was not freed in time.
         Expired = "expired",
+    }
+}
+
+label_enum! {
+    /// What became of a leg.
+    pub(crate) enum LegEnd {
+        /// The engine answered it.
+        Served = "served",
+        /// The prefill engine's answer has no parameters: another engine computes the prompt again.
+        NoTransfer = "no_transfer",
+        /// The prefill engine refused it: another engine answers the client.
+        Refused = "refused",
+        /// The engine failed it. Parameters of a decode leg are spent.
+        Failed = "failed",
+        /// No connection to the engine: the parameters are good for another decode leg.
+        Unsent = "unsent",
+        /// No bytes are left for the decode leg's body.
+        NoMemory = "no_memory",
+        /// No decode worker takes the request.
+        NoWorker = "no_worker",
+    }
+}
+
+/// Why one engine serves a request, where others compute prompts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WholeReason {
+    /// By the expected times, or the threshold.
+    Verdict(SplitVerdict),
+    Body(UnsplitBody),
+    /// Its route has no parameters.
+    Route,
+    /// A gateway sends it.
+    Gateway,
+    /// Its client names a worker.
+    Hint,
+    /// No bytes are left for another body.
+    Memory,
+    /// As many pairs as allowed have failed.
+    PairsFailed,
+}
+
+impl WholeReason {
+    pub(crate) const fn label(self) -> &'static str {
+        match self {
+            Self::Verdict(verdict) => verdict.label(),
+            Self::Body(reason) => reason.label(),
+            Self::Route => "route",
+            Self::Gateway => "gateway",
+            Self::Hint => "hint",
+            Self::Memory => "memory",
+            Self::PairsFailed => "pairs_failed",
+        }
     }
 }
 

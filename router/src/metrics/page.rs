@@ -242,6 +242,7 @@ impl TokenizerStatus {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WorkerStatus {
     pub worker: String,
+    pub role: &'static str,
     pub healthy: bool,
     /// The registry has it.
     pub registered: bool,
@@ -367,6 +368,10 @@ impl Page {
         let with = |label, value: &dyn Display, status: &WorkerStatus| {
             MetricLabels::new(&[(label, value), ("worker", &status.worker)])
         };
+        let roles = workers
+            .iter()
+            .map(|status| (with("role", &status.role, status), 1));
+        self.gauges("worker_role", "1 for a worker's role", roles);
         let passed_over = workers.iter().flat_map(|status| {
             let reasons = status.passed_over.iter();
             reasons.map(move |reason| (with("reason", reason, status), 1))

@@ -151,6 +151,15 @@ impl App {
         let predicted = placement.decision.predicted_ttft;
         let settings = self.settings.current();
         let first_token_max = settings.first_token_timeout();
+        if routing.legs.leg() == Leg::Prefill {
+            // Its answer is there with its only token.
+            return HeadWait {
+                predicted: None,
+                silent_max: first_token_max.or_else(|| settings.answer_timeout()),
+                holds_head: true,
+                late: None,
+            };
+        }
         let can_leave =
             routing.rule == AnswerRule::Generated && placement.decision.compared.len() > 1;
         HeadWait {
@@ -195,7 +204,7 @@ impl App {
             model: &routing.model,
             prompt: &routing.prompt,
             exclude: &routing.excluded.sources,
-            leg: Leg::Whole,
+            leg: routing.legs.leg(),
         };
         let slot = placement.slot.counter();
         let losses = self.core.losses().watch();

@@ -71,6 +71,16 @@ pub(super) struct ForwardedRequest {
 }
 
 impl ForwardedRequest {
+    /// The request with another body.
+    pub(super) fn with_body(&self, body: Bytes) -> Self {
+        Self {
+            method: self.method.clone(),
+            path: self.path.clone(),
+            headers: self.headers.clone(),
+            body,
+        }
+    }
+
     /// The request's case among those of its tenant: its path, and the end of its body.
     fn case(&self, tenant: Option<&KeyId>) -> RequestCase {
         let mut hasher = Xxh3::new();
@@ -104,6 +114,86 @@ pub(super) struct Routing {
     pub cancel: Option<CancelPhase>,
     pub excluded: ExcludedSources,
     pub hints: QueueHints,
+    pub legs: Legs,
+}
+
+impl Routing {
+    /// Ends a hint, after which the request is decided as any other. Returns whether there was one.
+    pub(super) fn end_hint(&mut self) -> bool {
+        let had_hint = self.excluded.end_hint();
+        if had_hint {
+            self.legs.reopen();
+        }
+        had_hint
+    }
+}
+
+/// The legs of one request.
+pub(super) struct Legs {
+    pub next: NextLeg,
+    may_split: bool,
+    /// Pairs of workers so far.
+    pub pairs: usize,
+}
+
+pub(super) enum NextLeg {
+    Whole,
+    /// The core decides when the request is sent.
+    Undecided,
+    Prefill(ForwardedRequest),
+    Decode(ForwardedRequest),
+}
+
+impl Legs {
+    /// One engine serves the request.
+    pub(super) const fn whole() -> Self {
+        Self {
+            next: NextLeg::Whole,
+            may_split: false,
+            pairs: 0,
+        }
+    }
+
+    /// One engine serves the request, or two.
+    pub(super) const fn undecided() -> Self {
+        Self {
+            next: NextLeg::Undecided,
+            may_split: true,
+            pairs: 0,
+        }
+    }
+
+    /// The leg to be sent, or that is in progress.
+    pub(super) const fn leg(&self) -> Leg {
+        match self.next {
+            NextLeg::Whole | NextLeg::Undecided => Leg::Whole,
+            NextLeg::Prefill(_) => Leg::Prefill,
+            NextLeg::Decode(_) => Leg::Decode,
+        }
+    }
+
+    /// What the leg is sent with.
+    pub(super) const fn request<'a>(
+        &'a self,
+        clients: &'a ForwardedRequest,
+    ) -> &'a ForwardedRequest {
+        match &self.next {
+            NextLeg::Whole | NextLeg::Undecided => clients,
+            NextLeg::Prefill(request) | NextLeg::Decode(request) => request,
+        }
+    }
+
+    /// Whether the request was split before.
+    pub(super) const fn were_split(&self) -> bool {
+        self.pairs > 0
+    }
+
+    /// The request is decided again.
+    pub(super) fn reopen(&mut self) {
+        if self.may_split {
+            self.next = NextLeg::Undecided;
+        }
+    }
 }
 
 /// Sources that must not get a request.
@@ -138,9 +228,22 @@ pub(super) struct EngineAnswer {
     pub placement: Placement,
 }
 
+/// How an attempt ended.
+enum AttemptEnd {
+    Answer(Box<EngineAnswer>),
+    /// The engine did its part, and the next leg follows.
+    NextLeg,
+    Failed {
+        reason: RetryReason,
+        /// The request is not repeated.
+        is_last: bool,
+    },
+}
+
 /// The attempts of one request so far.
 #[derive(Default)]
 pub(super) struct AttemptHistory {
+    /// Without prefill legs.
     attempts: usize,
     /// Those that failed at an engine that has begun to serve the request.
     failed: usize,
@@ -221,18 +324,27 @@ impl App {
         pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
         self.renew_hint(routing, &request.headers);
+        routing.legs.reopen();
         let mut history = AttemptHistory {
             tried: routing.excluded.sources.clone(),
             ..AttemptHistory::default()
         };
         loop {
+            self.decide_legs(request, routing, &history.tried).await;
             let mut placement = match self.admit(routing, &history.tried, call) {
                 Ok(placement) => placement,
-                Err(_) if routing.excluded.end_hint() => {
+                Err(_) if routing.end_hint() => {
                     history.tried.clear();
                     continue;
                 }
-                Err(error) => return history.refused(error),
+                Err(_) if self.gives_up_legs(routing) => continue,
+                Err(error) => {
+                    // Its prompt is computed: it may wait for another place.
+                    if routing.legs.were_split() && call.place.take().is_some() {
+                        *pass = QueuePass::new(routing);
+                    }
+                    return history.refused(error);
+                }
             };
             pass.admitted(self, routing, call);
             if let Some(trace) = &mut call.report.trace {
@@ -244,49 +356,91 @@ impl App {
                     && self.has_other(routing, &history.tried, source)
                     && self.takes_retry(RetryKind::Usual, RetryReason::Lost)
             };
-            let result = self.attempt(request, routing, &mut placement, leaves).await;
-            history.attempts += 1;
+            let sent = routing.legs.request(request);
+            let result = self.attempt(sent, routing, &mut placement, leaves).await;
+            history.attempts += usize::from(routing.legs.leg() != Leg::Prefill);
             let source = placement.decision.source.clone();
-            let reason = match result {
-                Ok(head) if headers::is_length_unclear(head.response.headers()) => {
-                    let worker = &source.worker;
-                    if let Some(left_out) = UNCLEAR_LENGTHS.admit() {
-                        tracing::warn!(%worker, left_out, "{REFUSED_FRAMING}");
-                    }
-                    placement.tracked.report(RequestResult::Broken);
-                    placement.slot.fail();
-                    return Err(ProxyError::Upstream);
-                }
+            let end = match result {
                 Ok(head) => {
-                    placement.watch = None;
                     let answer = EngineAnswer { head, placement };
-                    match self.judge(routing, &mut history, answer) {
-                        Ok(answer) => return Ok(*answer),
-                        Err(reason) => reason,
-                    }
+                    self.answered(call, request, routing, &mut history, answer)
+                        .await?
                 }
-                Err(error) => {
-                    let reason = self.failed(&mut placement, &error, &mut history);
-                    history.lacked_files |= error.lacks_files();
-                    placement.slot.fail();
-                    let kind = match reason == RetryReason::Connect {
-                        true => RetryKind::Unsent,
-                        false => RetryKind::Usual,
-                    };
-                    // It has left its source for a retry that was taken.
-                    let has_retry = matches!(error, AttemptError::Lost(_));
-                    let is_last = history.attempts == ATTEMPTS_MAX || history.failed == FAILED_MAX;
-                    if is_last || !has_retry && !self.takes_retry(kind, reason) {
+                Err(error) => self.unanswered(&mut history, placement, &error),
+            };
+            let reason = match end {
+                AttemptEnd::Answer(answer) => return Ok(*answer),
+                AttemptEnd::NextLeg => continue,
+                AttemptEnd::Failed { reason, is_last } => {
+                    self.leg_failed(&mut routing.legs, reason);
+                    if is_last {
                         return history.exhausted();
                     }
                     reason
                 }
             };
-            if routing.excluded.end_hint() {
+            if routing.end_hint() {
                 history.tried.clear();
             }
             history.exclude(&source, &self.fleet);
             self.metrics.retried(reason);
+        }
+    }
+
+    /// What becomes of a request that its engine answered.
+    async fn answered(
+        &self,
+        call: &Call,
+        request: &ForwardedRequest,
+        routing: &mut Routing,
+        history: &mut AttemptHistory,
+        mut answer: EngineAnswer,
+    ) -> Result<AttemptEnd, ProxyError> {
+        let placement = &mut answer.placement;
+        if headers::is_length_unclear(answer.head.response.headers()) {
+            let worker = &placement.decision.source.worker;
+            if let Some(left_out) = UNCLEAR_LENGTHS.admit() {
+                tracing::warn!(%worker, left_out, "{REFUSED_FRAMING}");
+            }
+            placement.tracked.report(RequestResult::Broken);
+            placement.slot.fail();
+            return Err(ProxyError::Upstream);
+        }
+        placement.watch = None;
+        let answer = match self.judge(routing, history, answer) {
+            Ok(answer) => *answer,
+            Err(reason) => {
+                let is_last = false;
+                return Ok(AttemptEnd::Failed { reason, is_last });
+            }
+        };
+        Ok(match self.next_leg(call, request, routing, answer).await {
+            Ok(Some(answer)) => AttemptEnd::Answer(Box::new(answer)),
+            Ok(None) => AttemptEnd::NextLeg,
+            Err((placement, error)) => self.unanswered(history, placement, &error),
+        })
+    }
+
+    /// What becomes of a request that its engine did not answer.
+    fn unanswered(
+        &self,
+        history: &mut AttemptHistory,
+        mut placement: Placement,
+        error: &AttemptError,
+    ) -> AttemptEnd {
+        let reason = self.failed(&mut placement, error, history);
+        history.lacked_files |= error.lacks_files();
+        placement.slot.fail();
+        let kind = match reason == RetryReason::Connect {
+            true => RetryKind::Unsent,
+            false => RetryKind::Usual,
+        };
+        // It has left its source for a retry that was taken.
+        let has_retry = matches!(error, AttemptError::Lost(_));
+        let is_last = history.attempts == ATTEMPTS_MAX || history.failed == FAILED_MAX;
+        AttemptEnd::Failed {
+            reason,
+            is_last: is_last || !has_retry && !self.takes_retry(kind, reason),
         }
     }
 
@@ -306,7 +460,8 @@ impl App {
                 false => RequestResult::Answered,
             };
             answer.placement.tracked.report(result);
-            if end == AnswerEnd::Served {
+            // A computed prompt does not show that an answer can be generated.
+            if end == AnswerEnd::Served && routing.legs.leg() != Leg::Prefill {
                 self.proven(history);
             }
             return Ok(Box::new(answer));
@@ -391,7 +546,7 @@ impl App {
             model: &routing.model,
             prompt: &routing.prompt,
             exclude: tried,
-            leg: Leg::Whole,
+            leg: routing.legs.leg(),
         };
         let chosen = Instant::now();
         let losses = self.core.losses().watch();

@@ -38,7 +38,7 @@ use crate::fleet::RequestCase;
 use crate::journal::EntryNumber;
 use crate::metrics::{CancelPhase, DecisionStep, RouteLabel};
 use crate::openai;
-use crate::route::{Decision, IndexReply, Prompt};
+use crate::route::{Decision, IndexReply, Leg, Prompt};
 use crate::settings::ResumeRule;
 use crate::spans::TraceStep;
 use crate::tokenize::EncoderKind;
@@ -166,6 +166,7 @@ async fn serve(
         body: body.charged(),
     };
     let mut routing = Routing {
+        legs: app.legs(call, route, parts.uri.path(), &model),
         excluded: app.excluded(owner.as_ref(), &request.headers, &model),
         model,
         prompt,
@@ -186,13 +187,13 @@ async fn serve(
     let decision = &mut answer.placement.decision;
     let id = call.id_and_tenant();
     let entry = app.journal.record(id, &routing.model, decision, moved_from);
-    let on_beginning = (route == openai::PromptRoute::Responses)
-        .then(|| app.learn_answer(call, &decision.source.worker));
+    // A decode leg's usage counts transferred tokens as cached.
+    let reads_usage = single && routing.legs.leg() == Leg::Whole;
     let resumable = |terms| Box::new(ResumableAnswer::new(app, terms, request.headers, hints));
     let readers = AnswerReaders {
         resumable: resume.map(resumable),
-        on_usage: single.then(|| app.usage_reader(routing.prompt, decision.clone(), entry)),
-        on_beginning,
+        on_usage: reads_usage.then(|| app.usage_reader(routing.prompt, decision.clone(), entry)),
+        on_beginning: app.learn_answer(call, route, &decision.source.worker),
     };
     Ok((answer, readers))
 }
@@ -256,14 +257,22 @@ impl App {
         call.report.decided(after);
     }
 
-    /// Keeps which worker has an answer to `/v1/responses`.
-    fn learn_answer(&self, call: &Call, worker: &WorkerId) -> OnBeginning {
+    /// Keeps which worker has an answer to `/v1/responses`; `None` for other routes.
+    fn learn_answer(
+        &self,
+        call: &Call,
+        route: openai::PromptRoute,
+        worker: &WorkerId,
+    ) -> Option<OnBeginning> {
+        if route != openai::PromptRoute::Responses {
+            return None;
+        }
         let stored = self.stored.clone();
         let owner = AnswerOwner {
             worker: worker.clone(),
             tenant: call.tenant_name().cloned(),
         };
-        Box::new(move |beginning| stored.learn(owner, beginning))
+        Some(Box::new(move |beginning| stored.learn(owner, beginning)))
     }
 
     /// The router's own error answer, which counts for the model if it is known.
@@ -272,7 +281,12 @@ impl App {
         call.refuse(error)
     }
 
-    fn usage_reader(&self, prompt: Arc<Prompt>, decision: Decision, entry: EntryNumber) -> OnUsage {
+    pub(super) fn usage_reader(
+        &self,
+        prompt: Arc<Prompt>,
+        decision: Decision,
+        entry: EntryNumber,
+    ) -> OnUsage {
         let case = AuditCase {
             prompt,
             decision,

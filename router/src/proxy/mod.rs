@@ -16,6 +16,7 @@ pub(crate) mod gateway;
 mod generate;
 mod headers;
 mod images;
+mod legs;
 mod models;
 mod passthrough;
 mod peer_hints;

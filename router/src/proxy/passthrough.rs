@@ -18,7 +18,7 @@ use warmroute_proto::{Seed, WorkerId};
 use super::App;
 use super::body::BufferedBody;
 use super::call::Call;
-use super::forward::{EngineAnswer, ForwardedRequest, Routing};
+use super::forward::{EngineAnswer, ForwardedRequest, Legs, Routing};
 use super::generate::INLINE_BYTES_MAX;
 use super::headers;
 use super::plan;
@@ -139,6 +139,7 @@ pub(super) async fn forward(
         case: RequestCase::default(),
         excluded,
         hints,
+        legs: Legs::whole(),
     };
     call.report.prompt(&routing.prompt);
     app.forward(call, &request, &mut routing, &mut wait).await

@@ -16,7 +16,7 @@ use super::App;
 use super::body::{BudgetShare, BufferedBody};
 use super::call::Call;
 use super::engine_body::EngineBody;
-use super::forward::{EngineAnswer, ForwardedRequest, Routing, all_ranks};
+use super::forward::{EngineAnswer, ForwardedRequest, Legs, Routing, all_ranks};
 use super::queueing::QueueHints;
 use super::respond::is_open_stream;
 use super::stream::{BodyError, Flight};
@@ -182,6 +182,8 @@ impl ResumableAnswer {
             case: RequestCase::default(),
             excluded: self.lost.clone().into(),
             hints: self.hints,
+            // No prompt but the engine's own tokens.
+            legs: Legs::whole(),
         };
         let request = ForwardedRequest {
             method: Method::POST,

@@ -5,6 +5,7 @@ mod failing;
 mod gateway;
 mod hostile;
 mod images;
+mod legs;
 mod moving;
 mod peer_hints;
 mod queueing;

@@ -20,6 +20,7 @@ use super::WorkerRule;
 use super::engines::EngineSettings;
 use super::keys::{AdminSettings, ExplainRule, InvalidSettings};
 use super::models::ModelTable;
+use super::pairs::UncachedThreshold;
 use super::picker::EndpointPickerSettings;
 use super::tenants::TenantRules;
 use super::tls::PortTls;
@@ -27,6 +28,7 @@ use super::traces::TracingSettings;
 
 use crate::clock::unix_time;
 use crate::config::{WorkerKeyError, WorkerSetError, WorkerSpec};
+use crate::route::PairThreshold;
 
 /// A file of settings has a few hundred bytes, one of 1,024 workers some hundred KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -66,6 +68,7 @@ pub struct Settings {
     pub(crate) models: ModelTable,
     models_dir: PathBuf,
     pub(crate) multimodal: MultimodalRule,
+    pd_uncached_threshold: UncachedThreshold,
     prefix_hash_load_percent: Ranged<LOAD_PERCENT_MIN, { u32::MAX }>,
     prompt_timeout_ms: Ranged<1, TIMEOUT_MS_MAX>,
     recording_dir: PathBuf,
@@ -103,6 +106,7 @@ impl Default for Settings {
             models: ModelTable::default(),
             models_dir: PathBuf::new(),
             multimodal: MultimodalRule::Load,
+            pd_uncached_threshold: UncachedThreshold::default(),
             prefix_hash_load_percent: Ranged(125),
             prompt_timeout_ms: Ranged(5000),
             recording_dir: PathBuf::new(),
@@ -347,6 +351,7 @@ impl Settings {
             max_prompt_bytes: self.max_prompt_bytes,
             models: self.models.without_paths(),
             multimodal: self.multimodal,
+            pd_uncached_threshold: self.pd_uncached_threshold,
             prompt_timeout_ms: self.prompt_timeout_ms,
             resume_streams: self.resume_streams,
             tenant_hint: self.tenant_hint,
@@ -408,6 +413,11 @@ impl Settings {
     /// Longest time for which a request waits for a worker; zero: none waits.
     pub(crate) const fn engine_wait_timeout(&self) -> Duration {
         self.engine_wait_timeout_secs.duration()
+    }
+
+    /// When requests are split between two workers.
+    pub(crate) const fn pair_threshold(&self) -> PairThreshold {
+        self.pd_uncached_threshold.0
     }
 
     /// Bytes of the largest prompt that is tokenized.

@@ -7,6 +7,7 @@ use uuid::Uuid;
 use warmroute_process::server::HalfClosed;
 
 use super::*;
+use crate::route::PairThreshold;
 
 fn refused(text: &str) -> String {
     Settings::parse(text).unwrap_err().to_string()
@@ -25,6 +26,7 @@ fn each_key_sets_its_value() {
         first_token_timeout_secs = 60
         half_closed_clients = "serve"
         max_prompt_bytes = 7
+        pd_uncached_threshold = 512
         prefix_hash_load_percent = 150
         prompt_timeout_ms = 100
         recording_dir = "/var/lib/recordings"
@@ -49,6 +51,7 @@ fn each_key_sets_its_value() {
     );
     assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
     assert_eq!(settings.max_prompt_bytes(), 7);
+    assert_eq!(settings.pair_threshold(), PairThreshold::Tokens(512));
     assert_eq!(settings.prompt_timeout(), Duration::from_millis(100));
     assert_eq!(settings.prefix_hash_load_percent(), 150);
     assert_eq!(settings.request_threads().map(usize::from), Some(12));

@@ -14,6 +14,7 @@ mod error;
 mod fields;
 mod form;
 mod impose;
+mod legs;
 mod pooling;
 mod prompt_slot;
 mod rendered;
@@ -29,6 +30,7 @@ pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
 pub use form::{UnreadableForm, form_field, is_form, require_form};
 pub use impose::{ImposedFields, OutputBound, PriorityRule, RefusedField, SaltFn, impose};
+pub use legs::{UnsplitBody, decode_body, prefill_body};
 pub use prompt_slot::PromptSlot;
 pub use rendered::{RenderedPrompt, UnusableRendering, render_body, render_path};
 pub use request::{

@@ -56,6 +56,7 @@ fn inputs() -> PlanInputs {
             messages: trust(true),
             messages_with_tools: trust(true),
         },
+        has_prefill: false,
     };
     let adapter = CatalogModel {
         adapter: true,

@@ -23,7 +23,7 @@ use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 use warmroute_process::server::{ClientRules, ConnectionFiles, Server, Shutdown};
 use warmroute_proto::load::LoadMessage;
-use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::registry::{WorkerEntry, WorkerRole};
 use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
 
 use super::*;
@@ -124,6 +124,14 @@ struct Inner {
     /// Ids of `/v1/responses`.
     stored: Mutex<Vec<String>>,
     rendering: Mutex<RenderRoutes>,
+    prefills: Prefills,
+}
+
+/// How an engine answers prefill legs.
+struct Prefills {
+    /// `kv_transfer_params` of the next answers; `None`: their number.
+    params: Mutex<Option<String>>,
+    is_open: watch::Sender<bool>,
 }
 
 /// How an engine's render routes answer.
@@ -146,6 +154,10 @@ impl Engine {
             events: Mutex::default(),
             stored: Mutex::default(),
             rendering: Mutex::default(),
+            prefills: Prefills {
+                params: Mutex::default(),
+                is_open: watch::Sender::new(true),
+            },
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -355,6 +367,15 @@ impl Engine {
         *self.inner.status.lock().unwrap() = status;
     }
 
+    pub(super) fn transfer_with(&self, params: &str) {
+        *self.inner.prefills.params.lock().unwrap() = Some(params.to_owned());
+    }
+
+    /// Whether prefill legs are answered.
+    pub(super) fn answer_prefills(&self, is_open: bool) {
+        self.inner.prefills.is_open.send_replace(is_open);
+    }
+
     pub(super) fn render_with(&self, status: StatusCode, answer: String) {
         *self.inner.rendering.lock().unwrap() = RenderRoutes::With(status, answer);
     }
@@ -496,6 +517,16 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         let location = (header::LOCATION, "/elsewhere");
         return (status, [location], "the engine's body").into_response();
     }
+    if json["kv_transfer_params"]["do_remote_decode"] == true {
+        let mut is_open = inner.prefills.is_open.subscribe();
+        is_open.wait_for(|is_open| *is_open).await.unwrap();
+        abandoned.0 = None;
+        let params = inner.prefills.params.lock().unwrap().clone();
+        let number = *inner.asked.borrow();
+        let params = params.unwrap_or_else(|| format!("{{\"remote\" : \"{number}\"}}"));
+        let answer = format!("{{\"choices\":[],\"kv_transfer_params\":{params}}}");
+        return ([(header::CONTENT_TYPE, "application/json")], answer).into_response();
+    }
     if json["stream"] == true {
         return events(&inner, abandoned, json["ready"].as_u64());
     }
@@ -574,6 +605,30 @@ impl World {
     pub(super) async fn with_a_peer(engines: &[&Engine]) -> Self {
         let world = Self::start(engines, Knobs::default()).await;
         world.app.core.core().set_delay(PEER, Some(MOVE_WINDOW_MAX));
+        world
+    }
+
+    /// Workers w0 and on with the role prefill, then those with the role decode. Every prompt is
+    /// split.
+    pub(super) async fn with_roles(
+        prefill: &[&Engine],
+        decode: &[&Engine],
+        active_max: Option<u32>,
+    ) -> Self {
+        let world = Self::in_turn(&[], active_max).await;
+        world.set("pd_uncached_threshold = 0");
+        let roles = prefill.iter().map(|engine| (engine, WorkerRole::Prefill));
+        let roles = roles.chain(decode.iter().map(|engine| (engine, WorkerRole::Decode)));
+        for (number, (engine, role)) in roles.enumerate() {
+            let entry = WorkerEntry {
+                role,
+                ..entry(number, engine)
+            };
+            let (worker, url) = (entry.worker.clone(), entry.url.clone());
+            world.app.fleet.register(entry);
+            let fleet = &world.app.fleet;
+            fleet.observe(&worker, &url, Observation::ProbePassed);
+        }
         world
     }
 
