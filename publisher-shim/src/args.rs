@@ -99,15 +99,8 @@ pub struct Args {
         value_parser = |text: &str| bytes_within::<usize>(text, OUTBOX_BYTES_MIN..=u64::MAX)
     )]
     pub outbox_bytes: usize,
-    /// Address of the probes, metrics and digests.
-    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0", value_parser = listen::host)]
-    pub host: IpAddr,
-    /// TCP port of the probes, metrics and digests; 0: the system chooses.
-    #[arg(
-        long, env = "WARMROUTE_PORT", default_value = "8091",
-        value_parser = |text: &str| listen::port(text, PORT)
-    )]
-    pub port: u16,
+    #[command(flatten)]
+    pub probes: ProbeArgs,
     #[command(flatten)]
     pub nats: NatsArgs,
     #[command(flatten)]
@@ -126,6 +119,20 @@ const PORT: u16 = 8091;
 
 /// A smaller outbox overflows at each short pause of NATS.
 const OUTBOX_BYTES_MIN: u64 = 1 << 20;
+
+/// Where the probes are served.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ProbeArgs {
+    /// Address of the probes, metrics and digests.
+    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0", value_parser = listen::host)]
+    pub host: IpAddr,
+    /// TCP port of the probes, metrics and digests; 0: the system chooses.
+    #[arg(
+        long, env = "WARMROUTE_PORT", default_value = "8091",
+        value_parser = |text: &str| listen::port(text, PORT)
+    )]
+    pub port: u16,
+}
 
 /// A fact about the engine ([`Assumptions`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ValueEnum)]
@@ -216,7 +223,7 @@ impl TryFrom<Args> for Config {
             ),
         };
         Ok(Self {
-            listen: SocketAddr::new(args.host, args.port),
+            listen: SocketAddr::new(args.probes.host, args.probes.port),
             shim: ShimConfig {
                 advertise_url,
                 kv_endpoint,

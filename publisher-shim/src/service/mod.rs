@@ -378,6 +378,14 @@ fn warn_of_files(is_logged: &mut bool) {
     }
 }
 
+fn log_unread(error: InfoError) {
+    if matches!(error, InfoError::Ranks { .. }) {
+        error!(%error, "the engine is refused");
+    } else {
+        warn!(%error, "cannot list the engine's models");
+    }
+}
+
 /// Reads the engine's health and resets each second, and its other facts every ten seconds.
 async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     let mut ticks = interval(HEALTH_EVERY);
@@ -416,11 +424,7 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             Err(error) => {
                 shared.reach.not_read(error.to_string(), Instant::now());
                 if warning.is_due(Instant::now(), error) {
-                    if matches!(error, InfoError::Ranks { .. }) {
-                        error!(%error, "the engine is refused");
-                    } else {
-                        warn!(%error, "cannot list the engine's models");
-                    }
+                    log_unread(error);
                 }
                 continue;
             }

@@ -276,7 +276,9 @@ async fn wait_for_head(
                 placement.watch = None;
                 placement.slot.prefill_predicted();
             }
-            after = &mut silent, if !early.has_begun() => return Waited::Head(Err(AttemptError::Silent(after))),
+            after = &mut silent, if !early.has_begun() => {
+                return Waited::Head(Err(AttemptError::Silent(after)));
+            }
             lost = next_loss(&mut placement.losses, &source, loss) => {
                 if leaves() {
                     return Waited::Head(Err(AttemptError::Lost(lost)));

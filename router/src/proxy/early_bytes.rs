@@ -108,8 +108,8 @@ impl EarlyBytes {
             && AnswerKind::of(response.headers()) != AnswerKind::Other
     }
 
-    /// Of an answer that is asked for now. `predicted`: the time to the first token of a stream that
-    /// can be sent elsewhere.
+    /// For an answer that is asked for now. `predicted`: the time to the first token of a stream
+    /// that can be sent elsewhere.
     pub(super) fn new(predicted: Option<Duration>) -> Self {
         let pace = predicted.map(|predicted| Pace {
             sent: Instant::now(),
