@@ -60,6 +60,7 @@ mod prompt_ids;
 mod queue_memory;
 mod recording;
 mod resume;
+mod roles;
 mod scaling;
 mod separation;
 mod sglang;

@@ -12,6 +12,7 @@ pub(crate) struct Form {
     pub(crate) block_size: u64,
     pub(crate) events: Events,
     pub(crate) engine: EngineKind,
+    pub(crate) role: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +37,7 @@ impl Form {
         block_size: BLOCK,
         events: Events::Published,
         engine: EngineKind::Vllm,
+        role: "both",
     };
 
     /// The best state of its sources.
@@ -52,6 +54,7 @@ impl Form {
 
     pub(super) fn flags(self) -> Vec<String> {
         let mut flags = strings(&["--model", self.model, "--tokenizer", self.tokenizer]);
+        flags.extend(strings(&["--role", self.role]));
         if self.events == Events::None {
             flags.push("--no-events".to_owned());
         }

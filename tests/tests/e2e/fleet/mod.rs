@@ -226,11 +226,11 @@ impl Fleet {
                 Some(value) => format!(",{key}={}", text(value)),
                 None => String::new(),
             });
-            let (url, ranks) = (text(&spec["url"]), setup.ranks);
-            let assumed = Form::of(index, self.flags.forms).assumed();
-            let assumed = assumed.iter().map(|what| format!(",assume={what}"));
+            let form = Form::of(index, self.flags.forms);
+            let (url, ranks, role) = (text(&spec["url"]), setup.ranks, form.role);
+            let assumed = form.assumed().iter().map(|what| format!(",assume={what}"));
             let assumed: String = assumed.collect();
-            let worker = format!("{url}{},ranks={ranks}{assumed}", parts.concat());
+            let worker = format!("{url}{},ranks={ranks},role={role}{assumed}", parts.concat());
             arguments.extend(["--worker".to_owned(), worker]);
         }
         let log = self.place.path("router.log");

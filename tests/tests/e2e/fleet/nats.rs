@@ -316,7 +316,9 @@ impl Fleet {
                 arguments.extend([flag.to_owned(), text(endpoint)]);
             }
         }
-        for what in Form::of(index, self.flags.forms).assumed() {
+        let form = Form::of(index, self.flags.forms);
+        arguments.extend(strings(&["--role", form.role]));
+        for what in form.assumed() {
             arguments.extend(strings(&["--assume", what]));
         }
         arguments.extend(self.placed(self.flags.shim));
