@@ -338,6 +338,11 @@ impl TrackedRequest {
         self.report(RequestResult::Unproven(self.case));
     }
 
+    /// The engine failed in mid-answer, which the client loses.
+    pub fn cut(&mut self) {
+        self.report(RequestResult::Cut(self.case));
+    }
+
     /// The engine failed, and the request goes to another worker, whose answer is the proof.
     /// `pause`: the engine is overloaded, and asks for it.
     pub fn suspect(&mut self, pause: Option<Duration>) -> SuspectedFailure {
@@ -369,7 +374,10 @@ impl TrackedRequest {
         let counts = self.fleet.counts_requests.load(Ordering::Relaxed);
         let is_failure = matches!(
             result,
-            RequestResult::Broken | RequestResult::Unproven(_) | RequestResult::Proven(_)
+            RequestResult::Broken
+                | RequestResult::Unproven(_)
+                | RequestResult::Cut(_)
+                | RequestResult::Proven(_)
         );
         if counts || is_failure {
             let Self {

@@ -5,6 +5,7 @@
 //! new connection. Failures that other workers' answers to the same requests prove all count. Of
 //! unproven ones equal requests count once, so that no client opens breakers by repeating a
 //! request on which engines fail; they open it only if the workers of the same models fail less.
+//! A failure in mid-answer counts twice: it cost a client its answer.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
 //! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time, and twice as
 //! many after each answer (slow start: a worker without load is the first choice of all requests).
@@ -22,6 +23,9 @@ const WINDOW: Duration = Duration::from_secs(10);
 
 /// Failures that open the breaker: more than chance, and each may have cost a client its answer.
 const FAILURES_MIN: u32 = 3;
+
+/// A lost answer counts as so many failures.
+const CUT_WEIGHT: u32 = 2;
 
 /// Failures of the other workers below which they do not count as failing too.
 const OTHERS_FAILED_MIN: u32 = 2;
@@ -127,10 +131,19 @@ pub enum RequestResult {
     Broken,
     /// The engine failed, maybe because of the request.
     Unproven(RequestCase),
+    /// As `Unproven`, and the client has a part of the answer, which is lost.
+    Cut(RequestCase),
     /// Another worker has answered a request whose failure was reported as unproven.
     Proven(RequestCase),
     /// The request was cancelled, moved to another worker, or not sent.
     Unknown,
+}
+
+impl RequestResult {
+    /// Whether the request may be at fault.
+    pub(crate) const fn is_unproven(self) -> bool {
+        matches!(self, Self::Unproven(_) | Self::Cut(_))
+    }
 }
 
 /// The times of a request and of its result.
@@ -269,7 +282,7 @@ impl Breaker {
             | (BreakerState::HalfOpen { .. }, RequestResult::Begun)
             | (BreakerState::Closed(_), RequestResult::Completed) => {}
             // Its clients may send requests on which all engines fail.
-            (BreakerState::HalfOpen { .. }, RequestResult::Unproven(_)) if !others.answer() => {}
+            (BreakerState::HalfOpen { .. }, _) if result.is_unproven() && !others.answer() => {}
             (BreakerState::Closed(window), _) => {
                 if window
                     .as_ref()
@@ -280,13 +293,7 @@ impl Breaker {
                 let opens = match (window, result) {
                     (None, RequestResult::Answered | RequestResult::Begun) => false,
                     (window, result) => window
-                        .get_or_insert(Window {
-                            start: now,
-                            failed: 0,
-                            proven: 0,
-                            answered: 0,
-                            unproven: Vec::new(),
-                        })
+                        .get_or_insert_with(|| Window::new(now))
                         .record(result, others),
                 };
                 if opens {
@@ -312,7 +319,10 @@ impl Breaker {
             }
             (
                 BreakerState::HalfOpen { .. },
-                RequestResult::Broken | RequestResult::Unproven(_) | RequestResult::Proven(_),
+                RequestResult::Broken
+                | RequestResult::Unproven(_)
+                | RequestResult::Cut(_)
+                | RequestResult::Proven(_),
             ) => self.open(now),
             (BreakerState::Open { .. }, _) => {}
         }
@@ -355,6 +365,16 @@ impl Breaker {
 }
 
 impl Window {
+    const fn new(start: Instant) -> Self {
+        Self {
+            start,
+            failed: 0,
+            proven: 0,
+            answered: 0,
+            unproven: Vec::new(),
+        }
+    }
+
     /// Returns whether the breaker opens.
     fn record(&mut self, result: RequestResult, others: OtherWorkers) -> bool {
         match result {
@@ -363,9 +383,11 @@ impl Window {
                 self.failed += 1;
                 self.proven += 1;
             }
-            RequestResult::Unproven(case) if self.unproven.contains(&case) => {}
-            RequestResult::Unproven(case) => {
-                self.failed += 1;
+            RequestResult::Unproven(case) | RequestResult::Cut(case)
+                if self.unproven.contains(&case) => {}
+            RequestResult::Unproven(case) | RequestResult::Cut(case) => {
+                let is_cut = matches!(result, RequestResult::Cut(_));
+                self.failed += if is_cut { CUT_WEIGHT } else { 1 };
                 if self.unproven.len() < FAILURES_MIN as usize {
                     self.unproven.push(case);
                 }
@@ -394,7 +416,7 @@ impl Window {
     reason = "virtual time needs an origin; only differences to it are used"
 )]
 mod tests {
-    use super::RequestResult::{Answered, Begun, Broken, Completed, Unproven};
+    use super::RequestResult::{Answered, Begun, Broken, Completed, Cut, Unproven};
     use super::*;
 
     /// One worker without failures.
@@ -417,6 +439,21 @@ mod tests {
         assert!(!breaker.is_open());
         record(&mut breaker, Broken, 1, now);
         assert!(breaker.is_open());
+    }
+
+    #[test]
+    fn two_lost_answers_of_different_requests_open_it() {
+        let now = Instant::now();
+        let cut = |cases: [u64; 2]| {
+            let mut breaker = Breaker::default();
+            for case in cases {
+                let result = Cut(RequestCase(case));
+                record(&mut breaker, result, 1, now);
+            }
+            breaker.is_open()
+        };
+        assert!(cut([1, 2]));
+        assert!(!cut([1, 1]), "one client repeats its request");
     }
 
     #[test]

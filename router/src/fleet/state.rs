@@ -274,14 +274,9 @@ impl FleetState {
         result: RequestResult,
         times: RequestTimes,
     ) -> FleetChange {
-        let others = match result {
-            RequestResult::Unproven(_) => self.others_of(worker),
-            RequestResult::Answered
-            | RequestResult::Begun
-            | RequestResult::Completed
-            | RequestResult::Broken
-            | RequestResult::Proven(_)
-            | RequestResult::Unknown => OtherWorkers::default(),
+        let others = match result.is_unproven() {
+            true => self.others_of(worker),
+            false => OtherWorkers::default(),
         };
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;

@@ -407,7 +407,7 @@ impl Flight {
     pub(super) fn lose_worker(&mut self, failure: EngineFailure) {
         if let Some(mut tracked) = self.tracked.take() {
             self.metrics.engine_failed(failure);
-            tracked.fail();
+            tracked.cut();
         }
         if let Some(mut slot) = self.slot.take() {
             slot.fail();
@@ -457,8 +457,14 @@ impl Flight {
         }
         if let Some(failure) = end.failure().filter(|_| !self.progress.is_counted) {
             self.metrics.engine_failed(failure);
+            let has_output =
+                matches!(&self.watch, BodyWatch::Events(watch) if watch.output_chunks() > 0);
             if let Some(tracked) = &mut self.tracked {
-                tracked.fail();
+                if has_output {
+                    tracked.cut();
+                } else {
+                    tracked.fail();
+                }
             }
         } else if let Some(tracked) = &mut self.tracked {
             tracked.completed();
