@@ -4,8 +4,11 @@
 //! of one for each of them.
 
 use warmroute_proto::BlockCut;
+use warmroute_proto::query::SourceState;
 
 use super::decide::DecisionInput;
+use super::expectations::Expectations;
+use super::index_view::TrustedSource;
 use super::prompt::Prompt;
 use super::prompt_tree::HeldBlocks;
 use super::source_table::SourceId;
@@ -20,9 +23,19 @@ pub(crate) struct CutMatch<'a> {
     pub(crate) reported: HeldBlocks,
     /// Sent before.
     pub(crate) sent: HeldBlocks,
+    expected: &'a Expectations,
 }
 
 impl CutMatch<'_> {
+    /// Blocks that the engine reported, where the index does not show all that the source holds.
+    pub(crate) fn reported_beyond(&self, source: SourceId, known: Option<&TrustedSource>) -> u32 {
+        let counts = known.is_none_or(|known| {
+            let shows_gpu = known.state() == SourceState::Exact;
+            !known.is_complete() && (!shows_gpu || self.expected.are_reports_beyond_gpu(source))
+        });
+        if counts { self.reported.of(source) } else { 0 }
+    }
+
     /// Whether nothing of the prompt is predicted, reported or sent at the source.
     pub(crate) fn expects_nothing(&self, source: SourceId) -> bool {
         let expected = [&self.predicted, &self.reported, &self.sent];
@@ -43,6 +56,7 @@ impl<'a> PromptMatch<'a> {
                 predicted: (expected.predictions).predicted(sampled, input.except, input.now),
                 reported: expected.reported.held(sampled),
                 sent: expected.sent.held(sampled),
+                expected,
             }
         };
         Self(input.prompt.cuts().map(cut).collect())

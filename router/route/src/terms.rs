@@ -349,11 +349,10 @@ pub(crate) fn credit_max(prompt: &Prompt, candidate: &Candidate) -> u32 {
 
 /// Blocks from depth 0 that the engine reported as cached, where the index is not complete.
 fn reported(cut: &CutMatch<'_>, candidate: &Candidate, known: Option<&TrustedSource>) -> u32 {
-    let is_complete = known.is_some_and(TrustedSource::is_complete);
-    if is_complete || !candidate.main_attention_only {
-        return 0;
+    match candidate.main_attention_only {
+        true => cut.reported_beyond(candidate.id, known),
+        false => 0,
     }
-    cut.reported.of(candidate.id)
 }
 
 /// Blocks from depth 0 that were sent to the candidate before; `None` where the index answers.

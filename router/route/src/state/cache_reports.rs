@@ -99,7 +99,7 @@ impl Core {
             cached_blocks: cached_tokens.checked_div(claim.block_tokens()).unwrap_or(0),
             decided: claim.decided,
         };
-        self.expected.reported.report(&report, now);
+        self.expected.report(&report, shows_gpu, now);
     }
 
     /// Ends what the engine's report refutes of what was sent there. Where the tokens are not
