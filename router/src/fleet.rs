@@ -338,7 +338,7 @@ impl TrackedRequest {
         self.report(RequestResult::Unproven(self.case));
     }
 
-    /// The engine failed in mid-answer, which the client loses.
+    /// The engine failed in mid-answer.
     pub fn cut(&mut self) {
         self.report(RequestResult::Cut(self.case));
     }

@@ -81,6 +81,7 @@ struct RepeatMetrics {
     denied: IntCounterVec,
     resumes: IntCounterVec,
     failures: IntCounterVec,
+    late: IntCounter,
 }
 
 /// Requests without a worker.
@@ -172,6 +173,10 @@ impl Metrics {
                     "stream_resumes_total",
                     "Streams that lost their worker, with resume_streams",
                     &["outcome"],
+                )?,
+                late: counter(
+                    "late_streams_total",
+                    "Streams held back since their first token came late, and then passed on",
                 )?,
             },
             ends: EndMetrics {
@@ -380,6 +385,10 @@ impl Metrics {
     /// An engine failed an attempt.
     pub(crate) fn engine_failed(&self, failure: EngineFailure) {
         count(&self.repeats.failures, &[failure.label()]);
+    }
+
+    pub(crate) fn passed_late_stream(&self) {
+        self.repeats.late.inc();
     }
 
     pub(crate) fn resumed(&self, result: ResumeResult) {

@@ -5,7 +5,7 @@
 //! new connection. Failures that other workers' answers to the same requests prove all count. Of
 //! unproven ones equal requests count once, so that no client opens breakers by repeating a
 //! request on which engines fail; they open it only if the workers of the same models fail less.
-//! A failure in mid-answer counts twice: it cost a client its answer.
+//! A failure in mid-answer counts twice: where the stream is not resumed, its client loses the answer.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
 //! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time, and twice as
 //! many after each answer (slow start: a worker without load is the first choice of all requests).
@@ -24,7 +24,7 @@ const WINDOW: Duration = Duration::from_secs(10);
 /// Failures that open the breaker: more than chance, and each may have cost a client its answer.
 const FAILURES_MIN: u32 = 3;
 
-/// A lost answer counts as so many failures.
+/// A failure in mid-answer counts as so many.
 const CUT_WEIGHT: u32 = 2;
 
 /// Failures of the other workers below which they do not count as failing too.
@@ -131,7 +131,7 @@ pub enum RequestResult {
     Broken,
     /// The engine failed, maybe because of the request.
     Unproven(RequestCase),
-    /// As `Unproven`, and the client has a part of the answer, which is lost.
+    /// As `Unproven`, after a part of the answer, so that the request is not repeated.
     Cut(RequestCase),
     /// Another worker has answered a request whose failure was reported as unproven.
     Proven(RequestCase),

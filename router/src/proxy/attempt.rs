@@ -57,6 +57,8 @@ pub(super) struct EngineHead {
     pub early: Option<Bytes>,
     /// The answer begins with an error, under the status 200.
     pub is_error: bool,
+    /// The stream was held back since its first token came late.
+    pub was_late: bool,
 }
 
 impl EngineHead {
@@ -65,6 +67,7 @@ impl EngineHead {
             response,
             early: None,
             is_error: false,
+            was_late: false,
         }
     }
 }

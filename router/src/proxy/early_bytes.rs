@@ -65,11 +65,16 @@ struct Pace {
 }
 
 impl Pace {
+    /// Whether the first token came late.
+    fn is_late(&self) -> bool {
+        self.last.is_some_and(|(first, _)| first > self.late_after)
+    }
+
     /// Output came. Returns whether the stream may go on.
     fn is_normal(&mut self, now: Instant) -> bool {
         let Some((first, last)) = self.last else {
             self.last = Some((now - self.sent, now));
-            return now - self.sent <= self.late_after;
+            return !self.is_late();
         };
         if now - last < ONE_STEP {
             return false;
@@ -188,6 +193,7 @@ impl EarlyBytes {
             response,
             early: Some(bytes).filter(|bytes: &Bytes| !bytes.is_empty()),
             is_error,
+            was_late: self.pace.is_some_and(|pace| pace.is_late()),
         }
     }
 }

@@ -61,7 +61,11 @@ fn watched(
         response,
         early,
         is_error,
+        was_late,
     } = answer.head;
+    if was_late {
+        app.metrics.passed_late_stream();
+    }
     let Placement {
         decision,
         slot,

@@ -229,6 +229,27 @@ async fn http2_answer(client: &mut Http2Client, path: &str) -> Incoming {
     answer.into_body()
 }
 
+/// A connection whose frames the test writes and reads itself.
+async fn bare_http2_client(port: &Port, ca: &Path) -> TlsStream<TcpStream> {
+    let mut client = http2_stream(port, ca).await;
+    let preface = [
+        &b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..],
+        &frame(4, 0, 0, &[]),
+    ];
+    client.write_all(&preface.concat()).await.unwrap();
+    client
+}
+
+/// Head and payload of the next frame.
+async fn next_frame(client: &mut TlsStream<TcpStream>) -> ([u8; 9], Vec<u8>) {
+    let mut head = [0; 9];
+    client.read_exact(&mut head).await.unwrap();
+    let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+    let mut payload = vec![0; length as usize];
+    client.read_exact(&mut payload).await.unwrap();
+    (head, payload)
+}
+
 /// The next piece of an answer; `None` at its end.
 async fn piece(body: &mut Incoming) -> Option<Bytes> {
     let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
@@ -254,12 +275,7 @@ async fn a_connection_of_http2_outlives_the_certificate_that_it_began_with() {
     let (dir, authority) = (Folder::new(), Authority::new());
     let ca = authority.write(&dir.0, "ca.crt");
     let port = Port::start(dir.server(&authority.issue(), None), 8).await;
-    let mut client = http2_stream(&port, &ca).await;
-    let preface = [
-        &b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..],
-        &frame(4, 0, 0, &[]),
-    ];
-    client.write_all(&preface.concat()).await.unwrap();
+    let mut client = bare_http2_client(&port, &ca).await;
     assert_eq!(http2_status(&mut client, 1).await, OK);
     *port.tls.lock().unwrap() = dir.server(&authority.issue(), None);
     for stream in [3, 5, 7] {
@@ -272,12 +288,7 @@ async fn a_connection_of_http2_outlives_the_certificate_that_it_began_with() {
         .unwrap();
     let mut kinds = Vec::new();
     while kinds.last() != Some(&6) {
-        let mut head = [0; 9];
-        client.read_exact(&mut head).await.unwrap();
-        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
-        let mut payload = vec![0; length as usize];
-        client.read_exact(&mut payload).await.unwrap();
-        kinds.push(head[3]);
+        kinds.push(next_frame(&mut client).await.0[3]);
     }
     assert!(!kinds.contains(&7), "{kinds:?}");
     port.end();
@@ -321,11 +332,7 @@ async fn http2_status(client: &mut TlsStream<TcpStream>, stream: u32) -> u8 {
     let get = frame(1, 0x5, stream, b"\x82\x87\x84\x01\x01s");
     client.write_all(&get).await.unwrap();
     loop {
-        let mut head = [0; 9];
-        client.read_exact(&mut head).await.unwrap();
-        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
-        let mut payload = vec![0; length as usize];
-        client.read_exact(&mut payload).await.unwrap();
+        let (head, payload) = next_frame(client).await;
         if (head[3], head[8]) == (1, stream as u8) {
             return payload[0];
         }
@@ -338,12 +345,7 @@ async fn a_client_of_http2_that_ignores_the_end_gets_nothing_by_former_certifica
     let (dir, authority) = (Folder::new(), Authority::new());
     let ca = authority.write(&dir.0, "ca.crt");
     let port = Port::start(dir.server(&authority.issue(), None), 8).await;
-    let mut client = http2_stream(&port, &ca).await;
-    let preface = [
-        &b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..],
-        &frame(4, 0, 0, &[]),
-    ];
-    client.write_all(&preface.concat()).await.unwrap();
+    let mut client = bare_http2_client(&port, &ca).await;
     assert_eq!(http2_status(&mut client, 1).await, OK);
     *port.tls.lock().unwrap() = dir.server(&authority.issue(), Some(&Authority::new()));
     assert_eq!(http2_status(&mut client, 3).await, OK);

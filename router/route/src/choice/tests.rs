@@ -3,7 +3,6 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The reported probabilities are the frequencies of choices.
 #[test]
 fn policies_are_taken_as_other_routers_spell_them() {
     for (word, policy) in [
@@ -18,6 +17,7 @@ fn policies_are_taken_as_other_routers_spell_them() {
     assert!("cache_unaware".parse::<Policy>().is_err());
 }
 
+/// The reported probabilities are the frequencies of choices.
 #[test]
 fn the_odds_are_the_shares() {
     const ROUNDS: u32 = 20_000;

@@ -65,7 +65,29 @@ async fn an_error_in_mid_stream_is_a_failure() {
     assert!(response.chunk().await.unwrap().is_none());
     world.until_quiet().await;
     assert_eq!((outcomes(&world, "ok"), outcomes(&world, "failed")), (0, 1));
-    assert_eq!(counting(&world), 1);
+    assert_eq!(failures(&world), 2);
+}
+
+/// Failures that the first worker's circuit breaker counts.
+fn failures(world: &World) -> u32 {
+    world.app.fleet.snapshot()[0].breaker.counts().0
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_counts_twice_and_one_without_output_once() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut response).await;
+    engine.break_stream();
+    assert!(response.chunk().await.is_err());
+    world.until_quiet().await;
+    assert_eq!(failures(&world), 2);
+    engine.answer_with(StatusCode::INTERNAL_SERVER_ERROR);
+    let response = world.send("/v1/completions", &body(4)).await;
+    response.bytes().await.unwrap();
+    world.until_quiet().await;
+    assert_eq!(failures(&world), 3);
 }
 
 #[tokio::test]

@@ -264,6 +264,8 @@ async fn late_stream(events: &[(f64, bool)]) {
             received += std::str::from_utf8(&chunk.unwrap().unwrap()).unwrap();
         }
         assert_eq!(received, expected);
+        let was_held = u64::from(events.len() > 1);
+        assert_eq!(world.metric("late_streams_total"), was_held);
     } else {
         let source = warmroute_proto::Source {
             worker: "w0".into(),

@@ -326,6 +326,34 @@ fn credit_by_reports_is_unverified_where_the_index_is_unknown_or_stale() {
     assert_eq!(next.decision.tier_states.gpu, SourceState::Unknown);
 }
 
+/// What an engine reported while its GPU tier was not shown may be of that tier, which may have been
+/// reset since.
+#[test]
+fn reports_of_before_the_gpu_was_shown_are_no_credit_of_lower_tiers() {
+    let asked = prompt(1000, 0);
+    let with_states = |gpu: SourceState, turn: u64| {
+        let mut answer = answer(1, turn, [0, 0]);
+        if let IndexReply::Full(IndexAnswer::Runs { sources, .. }) = &mut answer {
+            for one in sources {
+                (one.states.gpu, one.states.cpu) = (gpu, SourceState::Partial);
+            }
+        }
+        answer
+    };
+    let (mut core, mut now) = (core(1), start());
+    let mut ask = |gpu: SourceState, turn: u64, cached: u32| {
+        now += Duration::from_secs(1);
+        let admitted = admit(&mut core, &asked, Some(&with_states(gpu, turn)), now);
+        core.audit(&admitted.decision, &asked, cached, now);
+        end(&mut core, admitted.slot, SlotEnd::Completed, now);
+        admitted.decision.overlap_blocks
+    };
+    assert_eq!(ask(SourceState::Partial, 1, 992), 0);
+    assert_eq!(ask(SourceState::Partial, 2, 992), 62);
+    assert_eq!(ask(SourceState::Exact, 3, 992), 0);
+    assert_eq!(ask(SourceState::Exact, 4, 992), 62, "of a lower tier");
+}
+
 /// A connector whose events never come: the index shows the GPU, and the engine loads the rest from
 /// a tier that is known not to be shown.
 #[test]
